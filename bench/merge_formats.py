@@ -198,7 +198,7 @@ def main() -> int:
 
     import merge.__main__ as command
     from merge.verify import fixed_batch
-    from tests.unit.test_merge_fixture import make_model, make_run
+    from tests.unit.merge_fixture import make_model, make_run
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = arguments.out or Path(tempfile.mkdtemp(prefix="merge-formats-"))

@@ -36,7 +36,7 @@ def make(folder: Path, tiny: bool, layers: int) -> Path:
     """Write a run directory with a random base and adapter, nothing merged yet."""
     import torch
 
-    from tests.unit.test_merge_fixture import make_model, make_run
+    from tests.unit.merge_fixture import make_model, make_run
 
     started = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -25,7 +25,7 @@ from kit.core.formats import TRAINED  # noqa: E402
 def make_and_merge(folder: Path, model: Path, name: str, device: str) -> Path:
     """Run directory of a policy trained for `name`, with its checkpoint written and verified."""
     import merge.__main__ as command
-    from tests.unit.test_merge_fixture import make_run
+    from tests.unit.merge_fixture import make_run
 
     run = make_run(folder / name, model, "bfloat16", 0.01, device=device, quant_cfg=name)
     command.print_table = lambda rows: None
@@ -70,7 +70,7 @@ def main() -> int:
 
     from kit.core.run_directory import RunDir, read_manifest
     from merge.verify import fixed_batch
-    from tests.unit.test_merge_fixture import make_model
+    from tests.unit.merge_fixture import make_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = arguments.out or Path(tempfile.mkdtemp(prefix="trained-formats-"))

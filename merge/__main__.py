@@ -20,6 +20,7 @@ from merge.card import add_hub_options, is_distilled, push_all, write_card
 from merge.command import AWQ_PYTHON, POLICIES, Merge
 from merge.hub import check_access
 from merge.options import base_parser, dequantize_parser
+from merge.tables import show_table
 
 
 @dataclass
@@ -81,10 +82,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def print_table(rows: list[Row]) -> None:
     """Print the table that ends a merge; `-` marks what does not apply or was not requested."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("policy", "format", "MiB", "update kept", "KL(policy‖it)", "max |Δlogp|", "top-1", "path", "s")
+    cells = []
     for row in rows:
         manifest = row.manifest or {}
         weights = sum(f["bytes"] for n, f in manifest.get("files", {}).items() if n.endswith(".safetensors"))
@@ -93,18 +91,12 @@ def print_table(rows: list[Row]) -> None:
         numbers = ["-", "-", "-"]
         if found:
             numbers = [f"{found['mean_kl']:.2e}", f"{found['max_abs_dlogp']:.3f}", f"{found['top1_agreement']:.3f}"]
-        table.add_row(
-            row.called or row.policy,
-            row.format,
-            f"{weights / 2**20:.2f}" if weights else "-",
-            f"{kept:.4f}" if kept is not None else "no update" if row.policy == "grpo" and not unknown else "-",
-            *numbers,
-            row.note or str(row.path),
-            f"{row.seconds:.1f}",
-        )
-    console = Console(soft_wrap=True)
-    # Piped into a file, rich would fold the table to 80 columns and break the paths.
-    console.print(table) if console.is_terminal else Console(width=200).print(table)
+        no_share = "no update" if row.policy == "grpo" and not unknown else "-"
+        share = no_share if kept is None else f"{kept:.4f}"
+        what = (row.called or row.policy, row.format, f"{weights / 2**20:.2f}" if weights else "-", share)
+        cells.append((*what, *numbers, row.note or str(row.path), f"{row.seconds:.1f}"))
+    head = ("policy", "format", "MiB", "update kept", "KL(policy‖it)", "max |Δlogp|", "top-1", "path", "s")
+    show_table(head, cells)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from kit.core.errors import DONE, BadInput
 from kit.core.run_directory import INTO, read_manifest, write_json
 from merge.card import write_card
 from merge.command import POLICIES, Merge
+from merge.tables import show_table
 
 RESULT = "compare_bases.json"
 
@@ -67,16 +68,12 @@ def measure(merges: dict[str, Merge]) -> dict:
 
 def print_comparison(result: dict) -> None:
     """Print the table and the sentence that end the command."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("merged into", "update kept", "KL(policy‖it)", "max |Δlogp|", "top-1", "path")
+    rows = []
     for into, found in result["bases"].items():
         kept = found["retained_update"]
         numbers = f"{found['mean_kl']:.2e}", f"{found['max_abs_dlogp']:.3f}", f"{found['top1_agreement']:.3f}"
-        table.add_row(into, "no update" if kept is None else f"{kept:.4f}", *numbers, found["path"])
-    console = Console(soft_wrap=True)
-    console.print(table) if console.is_terminal else Console(width=200).print(table)
+        rows.append((into, "no update" if kept is None else f"{kept:.4f}", *numbers, found["path"]))
+    show_table(("merged into", "update kept", "KL(policy‖it)", "max |Δlogp|", "top-1", "path"), rows)
     bases, closer = result["bases"], result["closer"]
     other = next(into for into in bases if into != closer)
     tokens = bases[closer]["tokens"]

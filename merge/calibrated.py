@@ -5,13 +5,12 @@ held-out problems. Both policies are calibrated on the same sequences, so that t
 covered: GPTQ; several GPUs.
 """
 
-import contextlib
 import hashlib
 import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from kit.weights.checkpoint import checkpoint_shards
 from kit.weights.frozen_base import BaseCheckpoint
 from merge.merge import write_config
 from merge.quantize import Refused, format_of, quantization_config
-from merge.verify import as_completion, as_prompt, load_for_scoring, release_memory
+from merge.verify import as_completion, as_prompt, load_for_scoring, release_memory, rows_in
 
 WORKER = Path(__file__).with_name("awq.py")
 SHARD = "5GB"
@@ -47,7 +46,7 @@ def calibration_set(run: RunDir, tokenizer: Any, samples: int, max_length: int) 
     """
     values = run.config()
     texts: dict[str, str] = {}  # {prompt: prompt with its completion}
-    for row in _logged_rows(run):
+    for row in (row for file in sorted(run.completions.glob("step-*.jsonl"), reverse=True) for row in rows_in(file)):
         if len(texts) < samples:
             prompt = as_prompt(values, row["prompt"], tokenizer)
             texts.setdefault(prompt, prompt + as_completion(row["completion"]))
@@ -67,14 +66,6 @@ def calibration_set(run: RunDir, tokenizer: Any, samples: int, max_length: int) 
     content = hashlib.blake2b(json.dumps(sequences).encode(), digest_size=16).hexdigest()
     facts = {"samples": len(sequences), "with_completion": completions, "tokens": sum(map(len, sequences))}
     return Calibration(sequences, {**facts, "max_length": max_length, "hash": content})
-
-
-def _logged_rows(run: RunDir) -> Iterator[dict]:
-    for file in sorted(run.completions.glob("step-*.jsonl"), reverse=True):
-        with open(file) as lines:
-            for line in lines:
-                with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
-                    yield json.loads(line)
 
 
 def _training_prompts(run: RunDir, tokenizer: Any) -> list[str]:

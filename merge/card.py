@@ -20,6 +20,7 @@ from kit.core.formats import FORMATS
 from kit.core.run_directory import INTO, MANIFEST, RunDir, read_json, read_manifest
 from merge import hub
 from merge.command import POLICIES
+from merge.tables import markdown_table
 
 CARD = "README.md"
 WINDOW = 10  # steps averaged in a mean of the training metrics
@@ -179,8 +180,7 @@ def table(title: str, head: tuple[str, ...], rows: list[tuple]) -> str:
     """A titled Markdown table; empty without rows."""
     if not rows:
         return ""
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines)])
+    return "\n".join([title, "", *markdown_table(head, rows)])
 
 
 def front_matter(config: dict, manifest: dict) -> str:

@@ -220,18 +220,12 @@ class Merge:
 
         updates = self.updates if policy == "grpo" else {}
         place, facts = self.place(policy, name), self.facts(policy)
-        if name == "bf16":
-
-            def check(directory: Path) -> dict:
-                if self.batch is None:
-                    return {"verify": None}
-                return {"verify": self._compared(policy, name, directory)}
-
-            return write_bf16(self.base, updates, place, check, self.arguments.overwrite, **facts)
 
         def verify(directory: Path) -> dict | None:
             return None if self.batch is None else self._compared(policy, name, directory)
 
+        if name == "bf16":
+            return write_bf16(self.base, updates, place, verify, self.arguments.overwrite, **facts)
         source, options = self.place(policy, "bf16"), self.arguments
         if FORMATS[name].needs_data and not self.has_ranges(name):
             print(f"calibrating {policy} {name} on {self.calibration.facts['tokens']} tokens", flush=True)

@@ -324,11 +324,12 @@ def main(argv: list[str]) -> int:
     for note in diagnosis.notes:
         print(f"note: {note}", flush=True)
 
-    from merge.diagnose_report import print_table
+    from merge.diagnose_report import HEAD, rows_of
+    from merge.tables import show_table
 
     result = diagnose(diagnosis, argv)
     write(result, diagnosis.out, diagnosis.stem)
-    print_table(result)
+    show_table(HEAD, rows_of(result))
     for line in result["verdict"]:
         print(f"- {line}")
     print(f"written: {', '.join(str(diagnosis.out / f'{diagnosis.stem}.{end}') for end in ('json', 'md', 'png'))}")

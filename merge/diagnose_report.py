@@ -1,11 +1,13 @@
 """diagnostics.json as Markdown and as a table in the terminal."""
 
 from merge.diagnose_verdict import change_text, number, percent
+from merge.tables import markdown_table
 
 HEAD = ("format", "error before", "after", "change", "shuffled", "‖Δ‖/noise", "update kept", "KL(policy‖it)", "top-1")
 
 
-def _rows(result: dict) -> list[list[str]]:
+def rows_of(result: dict) -> list[list[str]]:
+    """One row per format, pooled over the layers; `-` marks what does not apply or was not requested."""
     rows = []
     for name, summary in result["summary"].items():
         compared, tokens = result["comparison"][name], result.get("tokens", {}).get(name)
@@ -25,27 +27,11 @@ def _rows(result: dict) -> list[list[str]]:
     return rows
 
 
-def print_table(result: dict) -> None:
-    """Print one row per format, pooled over the layers; `-` marks what does not apply or was not requested."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*HEAD)
-    for row in _rows(result):
-        table.add_row(*row)
-    console = Console(soft_wrap=True)
-    console.print(table) if console.is_terminal else Console(width=200).print(table)
-
-
-def _table(head: tuple[str, ...] | list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-
-
 def markdown(result: dict, picture: str) -> str:
     """The report as Markdown: verdict, table, picture, breakdowns by module and by depth, how it was measured."""
     lines = ["# What training did to the weights, and what each format makes of it", ""]
     lines += [f"- {line}" for line in result["verdict"]]
-    lines += ["", "## All layers", "", *_table(HEAD, _rows(result)), ""]
+    lines += ["", "## All layers", "", *markdown_table(HEAD, rows_of(result)), ""]
     lines += [
         "Pooled: sums of squared norms over the layers. Error is ‖Q(W) − W‖/‖W‖ before training and "
         "‖Q(W+Δ) − (W+Δ)‖/‖W+Δ‖ after; change is of the layers that the adapter changes; shuffled is the error after "
@@ -79,4 +65,4 @@ def _groups(groups: dict[str, dict], formats: list[str]) -> list[str]:
         return f"{before} → {after}; {number(found['snr'])}; {percent(found['retained'], 1)}"
 
     rows = [[name, *(cell(found[fmt]) for fmt in formats)] for name, found in groups.items()]
-    return ["Error before → after; ‖Δ‖/noise; update kept.", "", *_table(["", *formats], rows)]
+    return ["Error before → after; ‖Δ‖/noise; update kept.", "", *markdown_table(["", *formats], rows)]

@@ -157,13 +157,13 @@ def write_bf16(
     base: BaseCheckpoint,
     updates: dict[str, Factors],
     final: Path,
-    check: Callable[[Path], dict],
+    verify: Callable[[Path], dict | None],
     overwrite: bool = False,
     **manifest: Any,
 ) -> dict:
     """Publish the merged BF16 checkpoint at `final` with the source's sharding; return its manifest.
 
-    `check` gets the directory before it is published: its result goes into the manifest, and an exception keeps the
+    `verify` scores the directory before it is published: its result goes into the manifest, and an exception keeps the
     checkpoint from being published. `chat_template_kwargs` of the manifest become the chat template's defaults. On any
     failure `final` is left as it was.
     Memory: one tensor in 16 bits, its stored form, and what is being written (`WRITE_BYTES`).
@@ -174,7 +174,7 @@ def write_bf16(
         if arguments := manifest.get("chat_template_kwargs"):
             set_defaults(partial, arguments)
             check_defaults(base.directory, partial, arguments)
-        manifest |= {"format": "bf16", "into": base.into, "retained_update": share, **check(partial)}
+        manifest |= {"format": "bf16", "into": base.into, "retained_update": share, "verify": verify(partial)}
         return write_manifest(partial, "checkpoint", **manifest)
 
 

@@ -7,6 +7,7 @@ which the evaluation measures.
 
 import contextlib
 import gc
+import itertools
 import json
 import math
 import warnings
@@ -227,7 +228,7 @@ def _held_out_prompts(run: RunDir, tokenizer: Any) -> list[str]:
     if file.suffix != ".jsonl" or not file.is_file():
         return []
     prompts = []
-    for row in _first_rows(file):
+    for row in itertools.islice(rows_in(file), SEQUENCES):
         question = str(row.get(data.get("question_column", "question"), "")) + (data.get("prompt_suffix") or "")
         prompts.append(as_prompt(values, question, tokenizer))
     return prompts
@@ -235,21 +236,18 @@ def _held_out_prompts(run: RunDir, tokenizer: Any) -> list[str]:
 
 def _logged_completions(run: RunDir, tokenizer: Any) -> list[str]:
     files = sorted(run.completions.glob("step-*.jsonl"), reverse=True)
-    rows = [row for file in files[:1] for row in _first_rows(file)]
+    rows = [row for file in files[:1] for row in itertools.islice(rows_in(file), SEQUENCES)]
     values = run.config()
     return [as_prompt(values, row["prompt"], tokenizer) + as_completion(row["completion"]) for row in rows]
 
 
-def _first_rows(file: Path) -> list[dict]:
-    rows = []
+def rows_in(file: Path) -> Iterator[dict]:
+    """Rows of a jsonl file; a line that is none is skipped, as the last one of a run that was killed."""
     with open(file) as lines:
         for line in lines:
-            if len(rows) == SEQUENCES:
-                break
-            with contextlib.suppress(json.JSONDecodeError):  # reporting bad rows is up to the data loader
+            with contextlib.suppress(json.JSONDecodeError):
                 if isinstance(row := json.loads(line), dict):
-                    rows.append(row)
-    return rows
+                    yield row
 
 
 def as_prompt(values: dict, prompt: str | list[dict], tokenizer: Any) -> str:

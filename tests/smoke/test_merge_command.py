@@ -15,7 +15,7 @@ from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_manifest, write_manifest
 from kit.weights import shards
 from merge.__main__ import main
-from tests.unit.test_merge_fixture import (
+from tests.unit.merge_fixture import (
     alter_adapter,
     make_model,
     shared_folder,

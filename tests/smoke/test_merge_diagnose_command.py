@@ -15,7 +15,7 @@ from merge.__main__ import main
 from merge.merge import read_adapter
 from tests.conftest import run_here
 from tests.smoke.test_merge_command import copy_of_run, merge
-from tests.unit.test_merge_fixture import LINEARS, alter_adapter, shared_folder, shared_run
+from tests.unit.merge_fixture import LINEARS, alter_adapter, shared_folder, shared_run
 
 LAYER_KEYS = {"name", "shape", "update_norm", "relative_update", "kurtosis", "outlier_fraction", "formats"}
 

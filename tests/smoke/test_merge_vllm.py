@@ -17,7 +17,7 @@ from merge.command import AWQ_PYTHON
 from merge.quantize import quantize_checkpoint
 from merge.verify import load_for_scoring, log_probs
 from tests import sandbox
-from tests.unit.test_merge_fixture import read_all
+from tests.unit.merge_fixture import read_all
 from tests.unit.test_merge_quantize import PEAK, STATIC, merged_run, wide_run
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kit.core.run_directory import read_json
-from tests.unit.test_merge_fixture import shared_run
+from tests.unit.merge_fixture import shared_run
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

@@ -27,9 +27,9 @@ from merge.chat_template import literal, set_defaults, with_defaults
 from merge.verify import as_prompt, fixed_batch
 from tests.conftest import CONFIG
 from tests.unit.fake_replica import FakeReplica
+from tests.unit.merge_fixture import CHAT_TEMPLATE, byte_tokenizer, make_run, shared_model
 from tests.unit.test_eval_server import Stub, choice
 from tests.unit.test_eval_vllm import ANSWER
-from tests.unit.test_merge_fixture import CHAT_TEMPLATE, byte_tokenizer, make_run, shared_model
 
 # As Qwen3's: the argument closes the thought before it begins.
 THINKING = (

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from eval import generate
 from kit.core.chat import end_of_turn_token
 from kit.core.errors import BadInput
-from tests.unit.test_merge_fixture import byte_tokenizer
+from tests.unit.merge_fixture import byte_tokenizer
 
 QUESTIONS = ["1 + 1?", "What is 12 + 34, written in digits?", "7?", "Add 5 to 6 and then take away 3.", "2 + 2?"]
 

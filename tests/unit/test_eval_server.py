@@ -15,8 +15,8 @@ from eval.backends import Asking
 from eval.server_backend import Endpoint, ask_server, parse_cells
 from kit.core.errors import BadInput, CheckFailed
 from tests import processes
+from tests.unit.merge_fixture import byte_tokenizer
 from tests.unit.test_eval_generate import ask
-from tests.unit.test_merge_fixture import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

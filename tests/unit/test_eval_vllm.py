@@ -15,8 +15,8 @@ from eval.vllm_backend import ask_vllm, engine_size, failure
 from kit.core.config.schema import ServerConfig
 from kit.core.errors import BadInput, CheckFailed
 from tests import processes
+from tests.unit.merge_fixture import byte_tokenizer
 from tests.unit.test_eval_generate import QUESTIONS, ask
-from tests.unit.test_merge_fixture import byte_tokenizer
 
 ANSWER = """
 import json, sys

@@ -34,7 +34,7 @@ from kit.weights.frozen_base import (
     stored_linears,
 )
 from kit.weights.hashing import hash_fp8, hash_pairs, hash_tensor
-from tests.unit.test_merge_fixture import LINEARS, make_model, shared_model, shared_run
+from tests.unit.merge_fixture import LINEARS, make_model, shared_model, shared_run
 
 # The NF4 values as published (QLoRA, appendix E), typed here so that the library's table is not its own witness.
 NF4 = np.array([

@@ -13,7 +13,7 @@ from kit.core.run_directory import RunDir, read_manifest, write_json
 from merge.calibrated import Calibration, calibration_set, check_awq, input_peaks, write_awq
 from merge.quantize import Refused
 from merge.verify import load_for_scoring
-from tests.unit.test_merge_fixture import read_all, shared_model
+from tests.unit.merge_fixture import read_all, shared_model
 from tests.unit.test_merge_quantize import merged_run, no_verify, quantized, wide_run
 
 SYSTEM = "<|im_start|>system\nAnswer.<|im_end|>\n"

@@ -12,7 +12,7 @@ from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
 from merge.__main__ import main
 from merge.card import LOSS, RECIPE, code, render, write_card
-from tests.unit.test_merge_fixture import shared_folder, shared_run
+from tests.unit.merge_fixture import shared_folder, shared_run
 
 CELL = {"accuracy": 0.5, "interval": [0.4, 0.6]}
 

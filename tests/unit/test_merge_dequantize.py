@@ -18,7 +18,7 @@ from kit.weights import shards
 from kit.weights.model_files import dequantize_command, unquantized_config
 from merge import dequantize
 from merge.__main__ import main
-from tests.unit.test_merge_fixture import make_model, read_all, shared_folder, shared_model
+from tests.unit.merge_fixture import make_model, read_all, shared_folder, shared_model
 
 QWEN = {
     "quant_method": "fp8",

@@ -29,7 +29,7 @@ from merge.diagnose_verdict import (
     verdict,
 )
 from merge.quantize import WRITERS, read_back
-from tests.unit.test_merge_fixture import alter_adapter, make_model, make_run, shared_model, shared_run
+from tests.unit.merge_fixture import alter_adapter, make_model, make_run, shared_model, shared_run
 
 NAME = "model.layers.3.self_attn.q_proj"
 

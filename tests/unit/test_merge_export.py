@@ -1,6 +1,5 @@
 """`python -m merge base`: what it records, what it reuses, and what it refuses to take for its own."""
 
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ from kit.core.run_directory import base_directory, read_json, read_manifest, wri
 from launch.vllm_command import check_base
 from merge import export as merge_export
 from merge.__main__ import main
-from tests.unit.test_merge_fixture import make_model, shared_folder, shared_model, shared_run
+from tests.unit.merge_fixture import make_model, shared_folder, shared_model, shared_run
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -49,11 +48,14 @@ def edit_base(folder, **fields) -> None:
     write_manifest(folder, "checkpoint", **facts)
 
 
+def edit_manifest(folder, **fields) -> None:
+    write_json(folder / "manifest.json", {**read_json(folder / "manifest.json"), **fields})
+
+
 def edit_source(folder, **fields) -> None:
     """A base as if it were made of a hub model."""
     edit_base(folder, model="owner/model")
-    manifest = read_json(folder / "manifest.json")
-    write_json(folder / "manifest.json", {**manifest, "source": {**manifest["source"], **fields}})
+    edit_manifest(folder, source={**read_json(folder / "manifest.json")["source"], **fields})
 
 
 def test_a_local_model_is_recorded_by_its_full_path_and_reused(written, tmp_path, monkeypatch, capsys):
@@ -71,10 +73,8 @@ def test_a_local_model_is_recorded_by_its_full_path_and_reused(written, tmp_path
         (lambda f: None, [], {"dtype": "bfloat16"}, "model.dtype is 'float32', the configuration says 'bfloat16'"),
         (lambda f: None, [], {"revision": "v2"}, "revision is None, the configuration says 'v2'"),
         (lambda f: edit_source(f, commit=COMMIT, files={}), [], {}, "model is 'owner/model'"),
-        (lambda f: write_json(f / "manifest.json", {**read_json(f / "manifest.json"), "policy": "grpo"}), [], {},
-         "policy is 'grpo'"),
-        (lambda f: write_json(f / "manifest.json", {**read_json(f / "manifest.json"), "format": "fp8"}), [], {},
-         "format is 'fp8'"),
+        (lambda f: edit_manifest(f, policy="grpo"), [], {}, "policy is 'grpo'"),
+        (lambda f: edit_manifest(f, format="fp8"), [], {}, "format is 'fp8'"),
         (lambda f: (f / "base.json").unlink(), [], {}, "base.json is missing"),
         (lambda f: None, [], {"path": "models/nowhere"}, "model.path models/nowhere is no directory"),
     ],
@@ -158,47 +158,51 @@ def test_a_second_command_on_the_same_name_is_refused_and_the_first_ones_base_is
     read_manifest(tmp_path / "out", "checkpoint", deep=True)
 
 
-def test_the_weights_are_of_the_commit_that_is_recorded_when_the_branch_moves_meanwhile(tmp_path, monkeypatch):
-    from transformers import AutoConfig
-
-    read, later = AutoConfig.from_pretrained, "f" * 40
-    hub = {COMMIT: shared_model(), later: make_model(tmp_path / "later", seed=3)}
-
-    def config_from_hub(path, **options):
-        config = read(str(shared_model()) if path == "owner/tiny" else path)
-        config._commit_hash = COMMIT
-        return config
-
-    def download(name, revision, allow_patterns):
-        commit = later if revision in (None, "main") else revision
-        place = tmp_path / "snapshots" / commit
-        return shutil.copytree(hub[commit], place, dirs_exist_ok=True)
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", config_from_hub)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    for revision in (None, "main"):
-        out = tmp_path / f"out-{revision}"
-        assert export(tmp_path, out, id="owner/tiny", path=None, revision=revision) == 0
-        assert read_manifest(out)["source"]["commit"] == COMMIT
-        assert read_json(out / "base.json")["hash"] == read_json(shared_run().base_file)["hash"]
-
-
-@pytest.mark.parametrize(("revision", "recorded"), [(None, COMMIT), ("v1", "v1")])
-def test_of_a_hub_id_the_commit_is_recorded_unless_a_revision_is_asked_for(tmp_path, monkeypatch, revision, recorded):
+@pytest.fixture
+def hub(monkeypatch):
+    """`hub(*commits)`: owner/tiny is the tiny model, whose branch is at the next of these commits at each look."""
     from transformers import AutoConfig
 
     read = AutoConfig.from_pretrained
 
-    def from_hub(path, **options):
-        config = read(str(shared_model()) if path == "owner/tiny" else path)
-        config._commit_hash = COMMIT
-        return config
+    def serve(*commits):
+        following = iter(commits)
 
-    monkeypatch.setattr(AutoConfig, "from_pretrained", from_hub)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(shared_model()))
+        def from_hub(path, **options):
+            config = read(str(shared_model()) if path == "owner/tiny" else path)
+            if path == "owner/tiny":
+                config._commit_hash = next(following)
+            return config
+
+        monkeypatch.setattr(AutoConfig, "from_pretrained", from_hub)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(shared_model()))
+
+    return serve
+
+
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_the_weights_are_of_the_commit_that_is_recorded_when_the_branch_moves_meanwhile(
+    tmp_path, monkeypatch, hub, revision
+):
+    hub(COMMIT)
+    later = make_model(tmp_path / "later", seed=3)
+
+    def download(name, revision, allow_patterns):
+        source = later if revision in (None, "main") else shared_model()
+        return shutil.copytree(source, tmp_path / "snapshots" / source.name, dirs_exist_ok=True)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert export(tmp_path, tmp_path / "out", id="owner/tiny", path=None, revision=revision) == 0
+    assert read_manifest(tmp_path / "out")["source"]["commit"] == COMMIT
+    assert read_json(tmp_path / "out" / "base.json")["hash"] == read_json(shared_run().base_file)["hash"]
+
+
+@pytest.mark.parametrize(("revision", "recorded"), [(None, COMMIT), ("v1", "v1")])
+def test_of_a_hub_id_the_commit_is_recorded_unless_a_revision_is_asked_for(tmp_path, hub, revision, recorded):
+    hub(COMMIT, COMMIT)
     arguments = {"id": "owner/tiny", "path": None, "revision": revision}
     assert export(tmp_path, tmp_path / "out", **arguments) == 0
-    info = json.loads((tmp_path / "out" / "base.json").read_text())
+    info = read_json(tmp_path / "out" / "base.json")
     assert (info["model"], info["revision"]) == ("owner/tiny", recorded)
     assert read_manifest(tmp_path / "out", "checkpoint", deep=True)["base_hash"] == info["hash"]
     assert export(tmp_path, tmp_path / "out", **arguments) == 0
@@ -267,43 +271,27 @@ def test_touched_files_are_compared_by_content_once(own, tmp_path, monkeypatch):
         export(tmp_path, base, path=str(source))
 
 
-def test_a_moved_branch_of_a_hub_model_is_noticed(tmp_path, monkeypatch):
-    from transformers import AutoConfig
-
-    read, commits = AutoConfig.from_pretrained, iter([COMMIT, "f" * 40])
-    config = read(str(shared_model()))
-
-    def from_hub(path, **options):
-        if path != "owner/tiny":
-            return read(path)
-        config._commit_hash = next(commits)
-        return config
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", from_hub)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(shared_model()))
+def test_a_moved_branch_of_a_hub_model_is_noticed(tmp_path, hub):
+    hub(COMMIT, "f" * 40)
     assert export(tmp_path, tmp_path / "out", id="owner/tiny", path=None, revision="main") == 0
     with pytest.raises(BadInput, match=rf"made before owner/tiny changed \(commit {COMMIT}, now ffff"):
         export(tmp_path, tmp_path / "out", id="owner/tiny", path=None, revision="main")
 
 
-def drop_copy(folder) -> None:
-    shutil.rmtree(folder / "nf4")
-    manifest = {k: v for k, v in read_json(folder / "manifest.json").items() if k not in ("kind", "files", "created")}
-    write_manifest(folder, "checkpoint", **manifest)
+def drop(folder, *keys) -> None:
+    """Remove keys of the manifest, and the NF4 copy with its files."""
+    manifest = read_json(folder / "manifest.json")
+    if "files" in keys:
+        shutil.rmtree(folder / "nf4")
+        write_manifest(folder, "checkpoint", **{k: v for k, v in manifest.items() if k not in ("kind", *keys)})
+    else:
+        write_json(folder / "manifest.json", {k: v for k, v in manifest.items() if k not in keys})
 
 
-def drop_source(folder) -> None:
-    write_json(
-        folder / "manifest.json", {k: v for k, v in read_json(folder / "manifest.json").items() if k != "source"}
-    )
-
-
-@pytest.mark.parametrize("older", [drop_copy, drop_source])
-def test_a_base_of_an_earlier_version_is_refused_with_the_way_to_remake_it(written, tmp_path, older):
-    older(written)
-    with pytest.raises(
-        BadInput, match=r"earlier version .* Remove it \(rm -r .*exported\) and run this command again"
-    ):
+@pytest.mark.parametrize("keys", [("files", "created"), ("source",)], ids=["copy", "source"])
+def test_a_base_of_an_earlier_version_is_refused_with_the_way_to_remake_it(written, tmp_path, keys):
+    drop(written, *keys)
+    with pytest.raises(BadInput, match=r"earlier version .* Remove it \(rm -r .*exported\) and run this"):
         export(tmp_path, written)
 
 
@@ -359,11 +347,8 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(written, tmp_pa
     assert "is there already" in capsys.readouterr().out
 
 
-def test_a_dry_run_of_a_hub_model_downloads_no_weights(tmp_path, monkeypatch, capsys):
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(str(shared_model()))
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: config)
+def test_a_dry_run_of_a_hub_model_downloads_no_weights(tmp_path, monkeypatch, hub, capsys):
+    hub(COMMIT)
     patterns = []
 
     def download(*_, allow_patterns, **__):

@@ -22,8 +22,7 @@ from kit.weights.shards import TensorFile
 from merge.merge import read_adapter, write_bf16, write_config
 from merge.verify import base_checkpoint, check_adapter_base, load_policy
 from tests import processes
-from tests.unit.test_merge_base import dequantize_in_numpy
-from tests.unit.test_merge_fixture import (
+from tests.unit.merge_fixture import (
     alter_adapter,
     make_model,
     make_run,
@@ -32,13 +31,14 @@ from tests.unit.test_merge_fixture import (
     shared_model,
     shared_run,
 )
+from tests.unit.test_merge_base import dequantize_in_numpy
 from tests.unit.test_merge_stream import single_model
 
 
 def merge_to(run, folder, adapter=None):
     base = base_checkpoint(run)
     updates = read_adapter(adapter or run.newest_adapter(), base)
-    write_bf16(base, updates, folder, lambda _: {"retained_update": None, "verify": None}, policy="grpo")
+    write_bf16(base, updates, folder, lambda _: None, policy="grpo")
     return read_all(folder)
 
 
@@ -135,7 +135,7 @@ def test_merged_into_the_original_base_is_its_weights_plus_the_update_rounded_on
         run = shared_run(source == "tied", "bfloat16")
     base = BaseCheckpoint(model, read_json(run.base_file), into="original")
     updates = read_adapter(run.newest_adapter(), base)
-    made = write_bf16(base, updates, tmp_path / "out", lambda _: {"verify": None})
+    made = write_bf16(base, updates, tmp_path / "out", lambda _: None)
     assert (made["into"], made["retained_update"]) == ("original", pytest.approx(1, abs=0.02))
     merged, originals = read_all(tmp_path / "out"), read_all(model)
     factors = load_file(run.newest_adapter() / "adapter_model.safetensors")

@@ -3,11 +3,10 @@
 The hub is replaced at huggingface_hub.HfApi, whose create_repo and upload_folder are called as it documents them.
 """
 
+import contextlib
 import http.server
 import json
-import os
 import shutil
-import sys
 import threading
 from pathlib import Path
 
@@ -17,10 +16,7 @@ from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir
 from merge import hub
 from merge.__main__ import main
-from tests import processes
-from tests.unit.test_merge_fixture import shared_run
-
-ROOT = Path(__file__).parents[2]
+from tests.unit.merge_fixture import shared_run
 
 
 class Hub:
@@ -132,18 +128,20 @@ class Whoami(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("token", ["hf_right", "hf_wrong", ""])
-def test_the_token_is_taken_from_the_environment_and_asked_of_the_hub(tmp_path, token):
+@pytest.mark.parametrize(
+    ("token", "said"), [("hf_right", None), ("hf_wrong", "does not accept the token"), ("", "there is none")]
+)
+def test_the_token_is_taken_from_the_environment_and_asked_of_the_hub(tmp_path, monkeypatch, token, said):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Whoami)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    constants = {"ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": False}
+    constants |= {"HF_TOKEN_PATH": str(tmp_path / "token"), "HF_STORED_TOKENS_PATH": str(tmp_path / "tokens")}
+    for name, value in constants.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     try:
-        environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": token}
-        environment |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
-        program = "from kit.core.errors import run_command\nfrom merge.hub import check_access\n"
-        program += "run_command(lambda: check_access('me/tiny'))"
-        command = [sys.executable, "-c", program]
-        done = processes.run(command, env=environment)
+        with contextlib.nullcontext() if said is None else pytest.raises(BadInput, match=said):
+            hub.check_access("me/tiny")
     finally:
         server.shutdown()
-    expected = {"hf_right": (0, ""), "hf_wrong": (2, "does not accept the token"), "": (2, "there is none")}[token]
-    assert done.returncode == expected[0] and expected[1] in done.stderr, done.stderr

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from kit.core.run_directory import read_json
 from kit.weights.write_base import plan_base
 from tests import processes
-from tests.unit.test_merge_fixture import shared_model
+from tests.unit.merge_fixture import shared_model
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 40 << 20

@@ -33,8 +33,8 @@ from merge.quantize import (
     read_back,
 )
 from merge.verify import base_checkpoint, load_for_scoring
+from tests.unit.merge_fixture import make_model, make_run, read_all, shared_folder
 from tests.unit.test_merge_base import NF4
-from tests.unit.test_merge_fixture import make_model, make_run, read_all, shared_folder
 
 # Every format can store these layers; fp8_block needs two blocks of 128 across.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64}
@@ -61,7 +61,7 @@ def merged_run(tied: bool = True):
     base = base_checkpoint(run)
     updates = read_adapter(run.newest_adapter(), base)
     if not folder.exists():
-        write_bf16(base, updates, folder, lambda _: {"retained_update": None, "verify": None})
+        write_bf16(base, updates, folder, lambda _: None)
     return base, updates, folder
 
 

@@ -23,7 +23,7 @@ from kit.weights.write_base import Original, TensorFile, plan_base
 from merge import export as merge_export
 from merge.export import export
 from tests import processes
-from tests.unit.test_merge_fixture import make_model, read_all, shared_folder, shared_model
+from tests.unit.merge_fixture import make_model, read_all, shared_folder, shared_model
 
 ROOT = Path(__file__).parents[2]
 ORIGIN = {"model": "tiny", "revision": None}

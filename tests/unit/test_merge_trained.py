@@ -21,7 +21,7 @@ from merge.merge import read_adapter, write_bf16
 from merge.quantize import quantize_checkpoint
 from merge.trained import find_trained
 from merge.verify import Verifier, base_checkpoint, compare, divided_input_scales, fixed_batch, load_policy, log_probs
-from tests.unit.test_merge_fixture import make_model, make_run, read_all, shared_folder, shared_run
+from tests.unit.merge_fixture import make_model, make_run, read_all, shared_folder, shared_run
 
 # One layer that every format can store.
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1}

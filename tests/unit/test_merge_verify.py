@@ -27,7 +27,7 @@ from merge.verify import (
     load_policy,
     log_probs,
 )
-from tests.unit.test_merge_fixture import alter_adapter, make_run, shared_folder, shared_model, shared_run
+from tests.unit.merge_fixture import alter_adapter, make_run, shared_folder, shared_model, shared_run
 
 
 def tokenizer():

@@ -19,7 +19,7 @@ from kit.weights.fp8 import Fp8Linear, dequantize_with, quantize_weight, store_i
 from kit.weights.frozen_base import BaseCheckpoint, dequantize, dequantized_tensors, hash_base, load_base, load_frozen
 from kit.weights.write_base import Original
 from merge.export import export
-from tests.unit.test_merge_fixture import LINEARS, read_all, shared_model
+from tests.unit.merge_fixture import LINEARS, read_all, shared_model
 from tests.unit.test_merge_stream import ORIGIN, single_model
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
