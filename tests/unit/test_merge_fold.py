@@ -20,6 +20,7 @@ from kit.core.run_directory import RunDir, read_json, read_manifest, write_manif
 from kit.weights.frozen_base import BaseCheckpoint, load_nf4
 from kit.weights.shards import TensorFile
 from merge.merge import read_adapter, write_bf16, write_config
+from merge.quantize import retained_share
 from merge.verify import base_checkpoint, check_adapter_base, load_policy
 from tests import processes
 from tests.unit.merge_fixture import (
@@ -207,6 +208,9 @@ def test_adapter_on_the_untied_output_embedding_is_folded(tmp_path):
     a, b = (factors[f"base_model.model.lm_head.lora_{x}.weight"].double() for x in "AB")
     base = load_nf4(shared_model(False), "float32", device="cpu").lm_head.weight.detach().double()
     assert_rounded_once(merged["lm_head.weight"], (base + 2 * b @ a).numpy(), "lm_head")
+    checkpoint = base_checkpoint(run)  # NF4 leaves the output embedding as it is
+    updates = read_adapter(run.newest_adapter(), checkpoint)
+    assert retained_share(tmp_path / "out", "nf4", checkpoint, updates) == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.parametrize(
