@@ -42,20 +42,20 @@ CHECKS: dict[str, tuple[Check, bool, str]] = {
         False,
         "space, inodes, writing and locking for run directory, base, hub cache, temporary files",
     ),
-    "environment": (host.environment, False, "variables that slow a run down or lead it elsewhere"),
+    "environment": (host.environment, False, "variables that slow a run down or redirect it"),
     "compiler": (host.compiler, False, "g++, Python.h, ninja, a lock that a killed compile left"),
     "packages": (packages.packages, False, "installed versions against requirements*.txt"),
-    "conflicts": (packages.conflicts, False, "what the packages ask of each other; packages that break others"),
+    "conflicts": (packages.conflicts, False, "requirements between packages; packages that break others"),
     "gpu": (gpu.gpu, False, "BF16, FP8, NVFP4 by capability; MIG; other processes"),
     "config": (run.settings, False, "keys that contradict each other; what the run directory holds"),
     "servers": (run.servers, False, "keys, GPUs, API key and base of the rollout servers"),
-    "gpus": (run.gpus_needed, False, "GPUs of trainer and servers against those that are there"),
+    "gpus": (run.gpus_needed, False, "GPUs of trainer and servers against those of the machine"),
     "ports": (run.ports, False, "free, or served by this run's replicas already"),
-    "hub": (run.hub, True, "model and data: local, cached, or given out by the hub"),
+    "hub": (run.hub, True, "model and data: local, cached, or served by the hub"),
     "model": (
         run.model,
         True,
-        "what the recipe refuses of the run's model and of this machine, without its weights",
+        "what the recipe refuses about the run's model and this machine, from its config alone",
     ),
     "torch": (gpu.torch, True, "build against driver; a product on every device, in BF16 and FP8"),
     "imports": (packages.imports, True, "every pinned package, in a child process"),
@@ -104,11 +104,11 @@ def read_arguments(words: list[str]) -> tuple[argparse.Namespace, Machine]:
     parser.add_argument(
         "--launcher", help="accelerate config of that run (accelerate_configs); default what launch.up takes"
     )
-    parser.add_argument("--only", nargs="+", choices=[*CHECKS], metavar="CHECK", help="these checks alone")
-    parser.add_argument("--quick", action="store_true", help="leave out the check that starts vLLM")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--only", nargs="+", choices=[*CHECKS], metavar="CHECK", help="run only these checks")
+    parser.add_argument("--quick", action="store_true", help="skip the check that starts vLLM")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--logs", help="directory for what the child processes print")
-    parser.add_argument("--list", action="store_true", help="name the checks and do nothing")
+    parser.add_argument("--list", action="store_true", help="list the checks and exit")
     flags, overrides = parser.parse_known_args(words)
     if overrides and not flags.config:
         raise BadInput(f"unknown argument {overrides[0]}. Keys of a run (--group.key value) need --config.")
@@ -172,7 +172,7 @@ def run_check(machine: Machine, name: str) -> list[Row]:
         place = f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno}" if where else "unknown place"
         said = (str(error).splitlines() or [""])[0]
         fix = f"python -m launch.doctor --only {name} --logs doctor-logs, and report what it says"
-        return [Row("fail", f"the check itself broke at {place}: {type(error).__name__}: {said}", fix, name)]
+        return [Row("fail", f"the check itself failed at {place}: {type(error).__name__}: {said}", fix, name)]
 
 
 def show(row: Row) -> None:

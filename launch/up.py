@@ -184,7 +184,7 @@ def describe(start: Start) -> str:
     count = process_count(start.launcher, len(placement.trainer))
     lines = [f"run      {config.run.name} -> {start.run.path}", f"memory   {start.memory}"]
     if start.vllm:
-        what = "is written first, as it is missing" if start.base else "is there"
+        what = "is missing and written first" if start.base else "exists"
         lines.append(f"base     {base_directory(config)} {what}")
     for plan in start.servers:
         gpus = f"GPU {', '.join(plan.gpus)}" if plan.gpus else "the CPU"
@@ -286,7 +286,7 @@ class Up:
                     self.everything()
         except Stopped:
             number = self.signals.received
-            print(f"stopped by {signal.Signals(number).name}, all processes are ended. {what_is_left(start)}")
+            print(f"stopped by {signal.Signals(number).name}; all processes have ended. {what_is_left(start)}")
             return 128 + number
         if not self.checks_only:
             print(summary(start), flush=True)

@@ -65,7 +65,7 @@ def gpu(machine: Machine) -> Iterator[Row]:
 def _capability(machine: Machine, what: str, capability: tuple[int, int]) -> Iterator[Row]:
     config = machine.config
     if capability == (0, 0):
-        yield warn(f"{what}: the driver does not tell its compute capability", "update the NVIDIA driver")
+        yield warn(f"{what}: the driver does not report its compute capability", "update the NVIDIA driver")
         return
     known = f"{what}, compute capability {capability[0]}.{capability[1]}"
     if capability < BF16:
@@ -118,7 +118,7 @@ def torch(machine: Machine, build: tuple[str, str | None] | None = None) -> Iter
         yield fail(*fault)
         return
     if not machine.gpus:  # whether it loads is covered by the imports check
-        yield ok(f"{version}, built for {'CUDA ' + cuda if cuda else 'CPU'}; no GPU to try")
+        yield ok(f"{version}, built for {'CUDA ' + cuda if cuda else 'CPU'}; no GPU to test")
         return
     yield from torch_rows(machine, run_step(machine, TORCH_LIMIT_S, "torch", "torch_devices"))
 
@@ -153,7 +153,7 @@ def torch_rows(machine: Machine, outcome: Outcome) -> Iterator[Row]:
     build = f"{facts['version']}, built for {'CUDA ' + facts['cuda'] if facts['cuda'] else 'CPU'}"
     if not facts["available"]:
         fix = "nvidia-smi -q | head; in a container start it with --gpus all; after a driver update reboot"
-        yield fail(f"{build}: no CUDA device is usable: {facts.get('reason', 'torch gives no reason')}", fix)
+        yield fail(f"{build}: no CUDA device is usable: {facts.get('reason', 'torch gave no reason')}", fix)
         return
     if len(facts["devices"]) != len(machine.gpus):
         found = f"{build}: torch sees {len(facts['devices'])} GPUs, nvidia-smi {len(machine.gpus)}"
@@ -167,7 +167,7 @@ def torch_rows(machine: Machine, outcome: Outcome) -> Iterator[Row]:
                 yield fail(f"GPU {index} ({device['name']}): a {kind} product: {told}", install_command(machine))
     if not broken:
         driver = machine.gpus[0].driver
-        yield ok(f"{build}, driver {driver}; {len(facts['devices'])} GPUs multiply right")
+        yield ok(f"{build}, driver {driver}; {len(facts['devices'])} GPUs compute correct products")
 
 
 def bitsandbytes(machine: Machine) -> Iterator[Row]:
@@ -277,7 +277,7 @@ def collective_row(machine: Machine, backend: str, outcomes: list[Outcome], cure
     broken = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.fault}
     if not broken:
         facts = outcomes[0].facts
-        return ok(f"{what}: sum of {facts['mib']} MiB right, bus bandwidth {facts['gb_per_s']:g} GB/s")
+        return ok(f"{what}: sum of {facts['mib']} MiB correct, bus bandwidth {facts['gb_per_s']:g} GB/s")
     # The other ranks then wait for the first to fail until they time out.
     rank, first = min(broken.items(), key=lambda item: item[1].seconds)
     found = f"{what}: rank {rank}: {reason(first)}"

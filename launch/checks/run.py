@@ -206,13 +206,13 @@ def model(machine: Machine) -> Iterator[Row]:
     outcome = run_step(machine, RECIPE_LIMIT_S, "model", *step, **variables)
     if outcome.fault:
         fix = "python -m launch.doctor --only imports torch --logs doctor-logs"
-        yield fail(f"the recipe's checks broke: {reason(outcome)}", fix)
+        yield fail(f"the recipe's checks failed: {reason(outcome)}", fix)
     elif outcome.facts["skipped"]:
         yield skip(outcome.facts["skipped"])
     elif outcome.facts["refused"]:
         yield from fails_of(outcome.facts["refused"])
     else:
-        yield ok(f"{machine.config.model.source}, {outcome.facts['kind']}: the recipe takes it")
+        yield ok(f"{machine.config.model.source}, {outcome.facts['kind']}: accepted by the recipe")
 
 
 def is_here(url: str) -> bool:
@@ -234,7 +234,7 @@ def ports(machine: Machine) -> Iterator[Row]:
             if not (fault := _why_taken(host, port)):
                 free.append(port)
             elif told := _replica_at(url):
-                yield ok(f"{url} is served by the kit already: {told}")
+                yield ok(f"{url} is already served by the kit: {told}")
             else:
                 stop = f"python -m launch.server stop {machine.config_words}"
                 other = f"--rollout.server_urls '[\"http://{host}:{_free_port()}\"]'"

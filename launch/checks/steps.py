@@ -303,13 +303,7 @@ def recipe_checks(config: str, processes: int, directory: str) -> dict:
         check_config(made, processes)
     except BadInput:
         return facts | {"skipped": "the check of the config comes first"}
-    if made.model.path is not None:
-        is_here = (Path(made.model.path) / "config.json").is_file()
-    else:
-        from huggingface_hub import try_to_load_from_cache
-
-        is_here = isinstance(try_to_load_from_cache(made.model.id, "config.json", revision=made.model.revision), str)
-    if not is_here:
+    if not _has_file(made, "config.json"):
         return facts | {"skipped": f"{made.model.source} has no config.json here"}
     try:
         return facts | {"kind": _check_model(made, processes)}
@@ -326,7 +320,7 @@ def _check_model(config: "Config", processes: int) -> str:
 
     model_config = setup.check_model(config)
     setup.resolve_recompute(config, model_config, processes)
-    if _has_tokenizer(config):
+    if _has_file(config, "tokenizer_config.json"):
         load_tokenizer(config)
     setup.trained_format(config, model_config)
     check_card(config)
@@ -335,11 +329,11 @@ def _check_model(config: "Config", processes: int) -> str:
     return model_config.model_type
 
 
-def _has_tokenizer(config: "Config") -> bool:
-    """Whether the model's tokenizer is on this machine; a hub model may be partly cached."""
+def _has_file(config: "Config", name: str) -> bool:
+    """Whether a file of the model is on this machine; a hub model may be partly cached."""
     from huggingface_hub import try_to_load_from_cache
 
-    name, model = "tokenizer_config.json", config.model
+    model = config.model
     if model.path is not None:
         return (Path(model.path) / name).is_file()
     return isinstance(try_to_load_from_cache(model.id, name, revision=model.revision), str)

@@ -52,7 +52,7 @@ def read_accelerate(path: str) -> dict[str, Any]:
         raise BadInput(f"--launcher {path}: {why}. Name a file of accelerate_configs.") from None
     if not isinstance(facts, dict) or "distributed_type" not in facts:
         raise BadInput(
-            f"--launcher {path} is no accelerate configuration: it has no distributed_type. See accelerate_configs."
+            f"--launcher {path} is not an accelerate configuration (no distributed_type). See accelerate_configs."
         )
     for key in ("num_processes", "num_machines"):
         if not isinstance(facts.get(key, 1), int) or facts.get(key, 1) < 1:

@@ -132,7 +132,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
     "small shm": (lambda t: host.shm(machine(statvfs=statvfs(0.06))), "warn", "0.06 GiB free in /dev/shm"),
     "shm for tensor parallel": (
         lambda t: host.shm(machine(BIG, {"server.tensor_parallel": 4}, statvfs=statvfs(2.0), run_tool=smi(H200, 4))),
-        "fail", "4 processes that exchange tensors want 4"),
+        "fail", "4 processes that exchange tensors need 4"),
     "full disk": (lambda t: host.disk(machine(statvfs=statvfs(0.2)), {"run": (t / "runs", 0.0)}),
         "fail", "0.2 GiB free for run; 1.0 are needed"),
     "disk that the run fills": (

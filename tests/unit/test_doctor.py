@@ -212,7 +212,7 @@ def test_ports_taken_free_or_served_by_the_kit(tmp_path):
     replica = FakeReplica()
     (served,) = rows(replica.url)
     replica.stop()
-    assert served.status == "ok" and "served by the kit already: base abababababab as fp8_per_channel" in served.found
+    assert served.status == "ok" and "already served by the kit: base abababababab as fp8_per_channel" in served.found
     (elsewhere,) = rows("http://10.255.0.1:8000")
     assert elsewhere.status == "skip" and "another machine" in elsewhere.found
     (unused,) = run.ports(machine(TINY))
@@ -309,7 +309,7 @@ def test_a_sum_that_is_wrong_is_found(monkeypatch):
 
 def test_processes_that_exchange_are_checked_for_real():
     (row,) = gpu.nccl(machine(environment=dict(os.environ)))
-    assert row.status == "ok" and "2 processes on the CPU by gloo: sum of 4 MiB right" in row.found
+    assert row.status == "ok" and "2 processes on the CPU by gloo: sum of 4 MiB correct" in row.found
     assert [row.status for row in gpu.nccl(machine(**ON_H200))] == ["skip"]
     assert [row.status for row in gpu.nccl(machine(run_tool=smi(H200, 2, mig="Enabled")))] == ["skip"]
 
@@ -349,7 +349,7 @@ def test_a_check_that_breaks_is_a_failed_check_with_its_place(monkeypatch):
         monkeypatch.setitem(doctor.CHECKS, name, (broken, is_slow, ""))
     rows = [*doctor.run_checks(machine(), ["gpu", "torch", "python"])]
     assert [(row.name, row.status) for row in rows] == [("python", "ok"), ("gpu", "fail"), ("torch", "fail")]
-    assert "the check itself broke at test_doctor.py" in rows[1].found and "compute_cap" in rows[1].found
+    assert "the check itself failed at test_doctor.py" in rows[1].found and "compute_cap" in rows[1].found
 
 
 def test_every_step_that_is_asked_for_is_recorded_once():
@@ -427,7 +427,7 @@ def test_recipe_checks_that_hang_or_break_are_a_failed_check(monkeypatch, tiny_m
         (["--config", str(TINY), "--train.max_stps", "3"], "Did you mean train.max_steps?"),
         (["--train.max_steps", "3"], "need --config"),
         (["--launcher", "none.yaml"], "--launcher none.yaml: No such file"),
-        (["--launcher", str(TINY)], "has no distributed_type"),
+        (["--launcher", str(TINY)], "no distributed_type"),
         (["--launcher", "bad"], "num_processes is 'all'"),
     ],
 )

@@ -18,6 +18,8 @@ from kit.rollout.replica import (
 )
 from tests.unit.fake_replica import FakeReplica
 
+ONE = {"n": 1, "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
+
 
 @pytest.fixture
 def fake():
@@ -42,26 +44,27 @@ def test_what_is_not_binary_is_a_value_error(text):
         decode_ids(text)
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.31.0", "0.26.0+cu129", "0.31.1.dev3+g1"])
-def test_a_version_of_vllm_that_was_tested(version):
-    assert is_tested_vllm(version)
-
-
-@pytest.mark.parametrize("version", ["0.25.9", "0.32.0", "1.0", "0.3.1", "dev"])
-def test_a_version_of_vllm_that_was_not_tested(version):
-    assert not is_tested_vllm(version)
+@pytest.mark.parametrize(
+    ("is_tested", "versions"),
+    [
+        (True, ["0.26.0", "0.31.0", "0.26.0+cu129", "0.31.1.dev3+g1"]),
+        (False, ["0.25.9", "0.32.0", "1.0", "0.3.1", "dev"]),
+    ],
+)
+def test_a_version_of_vllm_that_was_tested(is_tested, versions):
+    assert {version: is_tested_vllm(version) for version in versions} == dict.fromkeys(versions, is_tested)
 
 
 @pytest.mark.parametrize(
-    ("host", "is_ours"),
+    ("is_ours", "hosts"),
     [
-        *((host, True) for host in ("localhost", "127.0.0.1", "127.8.0.1", "::1")),
-        *((host, False) for host in ("10.0.0.7", "192.168.1.2", "172.16.0.1", "169.254.0.1", "0.0.0.0", "node-b", "")),
+        (True, ["localhost", "127.0.0.1", "127.8.0.1", "::1"]),
+        (False, ["10.0.0.7", "192.168.1.2", "172.16.0.1", "169.254.0.1", "0.0.0.0", "node-b", ""]),
     ],
 )
-def test_an_address_of_the_network_is_not_taken_for_this_machines_own(host, is_ours):
+def test_an_address_of_the_network_is_not_taken_for_this_machines_own(is_ours, hosts):
     """Without a key a server may listen on this machine's own alone."""
-    assert is_loopback(host) == is_ours
+    assert {host: is_loopback(host) for host in hosts} == dict.fromkeys(hosts, is_ours)
 
 
 def test_a_generation_asks_for_everything_that_sampling_depends_on(fake):
@@ -152,32 +155,26 @@ def test_only_generation_and_the_first_stage_may_take_longer_than_a_change(fake,
     replica.stage(**where, version=1, is_first=True)
     fake.before = {"generate": lambda body: time.sleep(1.0)}
     replica.activate("s", 1)
-    sampling = {"n": 1, "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
-    assert replica.generate("r", [1], **sampling, session="s", version=1)[0] == 1
+    assert replica.generate("r", [1], **ONE, session="s", version=1)[0] == 1
 
 
 @pytest.mark.parametrize("answer", [{"samples": 3}, {"version": 1}, {"version": 1, "samples": [{"token_ids": "?"}]}])
 def test_an_answer_that_is_not_of_the_protocol_is_final(fake, answer):
     fake.before["generate"] = lambda body: answer
-    sampling = {"n": 1, "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
     with pytest.raises(ReplicaError, match="the answer is not of protocol 1") as failed:
-        Replica(fake.url, 5).generate("r", [1], **sampling, session="s", version=1)
+        Replica(fake.url, 5).generate("r", [1], **ONE, session="s", version=1)
     assert not failed.value.retry
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("version", "logprobs"),
     [
-        {"version": 2, "logprobs": [encode_floats([-1.0])]},
-        {"version": None, "logprobs": [encode_floats([-1.0])]},
-        {"version": 1, "logprobs": [encode_floats([-1.0, -2.0])]},
-        {"version": 1, "logprobs": [encode_floats([-1.0])] * 2},
-        {"version": 1, "logprobs": []},
-        {"version": 1, "logprobs": ["AAAA"]},
+        *((version, [encode_floats([-1.0])]) for version in (2, None)),
+        *((1, wrong) for wrong in ([encode_floats([-1.0, -2.0])], [encode_floats([-1.0])] * 2, [], ["AAAA"])),
     ],
 )
-def test_scores_of_another_version_or_length_are_refused(fake, answer):
-    fake.before["score"] = lambda body: answer
+def test_scores_of_another_version_or_length_are_refused(fake, version, logprobs):
+    fake.before["score"] = lambda body: {"version": version, "logprobs": logprobs}
     with pytest.raises(ReplicaError, match="not of protocol"):
         Replica(fake.url, 5).score([[1, 2]], "s", 1)
 

@@ -162,7 +162,7 @@ def test_the_trainers_memory_checks_are_told_where_the_replicas_are(servers, lis
     [
         ("accelerate_configs/two_nodes.yaml", 1, "is for 2 machines and this command starts one"),
         ("accelerate_configs/none.yaml", 1, "No such file"),
-        (TINY, 1, "has no distributed_type"),
+        (TINY, 1, "no distributed_type"),
         (ONE_GPU, 2, f"starts one process and the trainer has 2 GPUs. Use {DDP}"),
         (DDP, 0, "is for GPUs and CUDA shows none here. Use accelerate_configs/cpu.yaml"),
     ],

@@ -249,7 +249,7 @@ def test_a_signal_ends_the_trainer_then_the_servers_and_every_descendant(tmp_pat
         said, _ = processes.finish(process)
         assert process.returncode == 128 + number
         assert gone(process.family)
-    assert f"stopped by {number.name}, all processes are ended" in said
+    assert f"stopped by {number.name}; all processes have ended" in said
     assert "interrupted while the server lives: True" in (tmp_path / "logs" / "trainer.log").read_text()
 
 
