@@ -126,7 +126,7 @@ def prepare_run(folder: Path, directory: Path) -> None:
     policy = {"original": str(original), "adapter": str(adapter), "config": run.config()}
     policy |= {"asked": [chat_messages(config.data, problem) for problem in problems]}
     (folder / "policy.json").write_text(json.dumps(policy))
-    rewards = [json.loads(line)["reward"] for line in run.metrics_file.read_text().splitlines()]
+    rewards = [row["reward"] for row in run.metrics()]
     print(
         f"{directory.name}: reward {sum(rewards[:5]) / 5:.2f} -> {sum(rewards[-5:]) / 5:.2f}, "
         f"|dW|/|W| {sum(sizes) / len(sizes):.2%}",

@@ -182,11 +182,11 @@ def sources(given: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
     """(label, format, source of its policy) of every row."""
     if not given.runs:
         return [(name, name, ["--model", str(given.model)]) for name in given.formats]
-    from kit.core.run_directory import RunDir, read_json
+    from kit.core.run_directory import RunDir
     from merge.trained import find_trained
 
     runs = {path: RunDir.open(path) for path in given.runs}
-    if len(hashes := {read_json(run.base_file)["hash"] for run in runs.values()}) > 1:
+    if len(hashes := {run.base()["hash"] for run in runs.values()}) > 1:
         raise SystemExit(f"--runs: the runs are of {len(hashes)} bases. Give those of one.")
     trained = {path: find_trained(run) for path, run in runs.items()}
     return [(path.name, one.format.name if one else "none", ["--runs", str(path)]) for path, one in trained.items()]

@@ -16,7 +16,6 @@ be given as --group.key=value. Tables come last: means over the seeds, 95 % inte
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import statistics
@@ -173,7 +172,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     """Figures of one run's metrics, {} if it has none; k3 and |Δlogp| over its last steps."""
     if not run.metrics_file.is_file():
         return {}
-    rows = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    rows = run.metrics()
     last = rows[-ENDS:]
 
     def mean(key: str, some: list[dict]) -> float | None:

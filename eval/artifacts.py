@@ -12,7 +12,7 @@ from kit.core import formats
 from kit.core.chat import arguments_of
 from kit.core.config import schema
 from kit.core.errors import BadInput
-from kit.core.run_directory import MANIFEST, RunDir, read_json, read_manifest, write_json
+from kit.core.run_directory import MANIFEST, RunDir, read_manifest, write_json
 from merge.trained import find_trained
 
 POLICIES = ("base", "grpo")
@@ -67,7 +67,7 @@ def artifact(run: RunDir, policy: str, name: str) -> Artifact:
             f"{path} holds {manifest.get('policy')}/{manifest.get('format')} by its manifest. Merge it again: "
             f"{merge_command(run, [name])} --overwrite"
         )
-    expected = read_json(run.base_file)["hash"]
+    expected = run.base()["hash"]
     if manifest.get("base_hash") != expected:
         raise BadInput(
             f"{path} was made of another base: its base_hash is {manifest.get('base_hash')}, the run's base.json says "
@@ -122,7 +122,7 @@ def eval_command(run: RunDir, formats: list[str] | None = None) -> str:
 
 def find_sources(run: RunDir, formats: list[str]) -> Sources:
     """The checked sources of every cell in {base, grpo} x `formats`; `BadInput` says what is missing or wrong."""
-    base = read_json(run.base_file)
+    base = run.base()
     base_hash, storage = base["hash"], (base.get("quantization") or {}).get("type", "nf4")
     merged = [name for name in formats if name != "nf4"]
     if missing := unmerged(run, merged):

@@ -29,7 +29,7 @@ from eval.problems import held_out, problems_hash
 from eval.result import read_result, run_config
 from kit.core.config.schema import DataConfig
 from kit.core.errors import DONE, BadInput, CheckFailed
-from kit.core.run_directory import MANIFEST, RunDir, file_hash, read_json, write_json
+from kit.core.run_directory import RunDir, file_hash, manifest_as_written, read_json, write_json
 from kit.data.problems import SUFFIXES, TEXT_FORMATS, Problem, chat_messages
 
 ROOT = Path(__file__).parents[1]
@@ -375,7 +375,7 @@ def differences(measured: Measured, results: Results, task: str) -> list[str]:
         said.append(f"settings: the checkpoint's {', '.join(acting)} apply there; ours ignore generation_config.json")
     if raw.get("model_source") == "hf" and raw.get("chat_template") != _template(measured.checkpoint):
         said.append("chat template: not the checkpoint's; ours is")
-    defaults = _read_optional(measured.checkpoint / MANIFEST).get("chat_template_kwargs", {})
+    defaults = manifest_as_written(measured.checkpoint).get("chat_template_kwargs", {})
     if data.chat_template_kwargs != defaults:
         asked = data.chat_template_kwargs
         said.append(f"chat template's arguments: the checkpoint's defaults {defaults}; ours {asked}")

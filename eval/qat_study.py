@@ -26,7 +26,6 @@ given as --group.key value and hold for all runs.
 
 import argparse
 import itertools
-import json
 import os
 import shlex
 import statistics
@@ -48,7 +47,7 @@ from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
 from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput, CheckFailed, run_command
 from kit.core.formats import TRAINED
-from kit.core.run_directory import MANIFEST, RunDir, base_directory, read_json, write_json
+from kit.core.run_directory import MANIFEST, RunDir, base_directory, manifest_as_written, read_json, write_json
 from kit.core.run_state import continuing_flags
 
 ARMS = ("ptq", "qat", "qad")
@@ -202,7 +201,7 @@ def means(*sides: Iterable[dict[str, float]]) -> list[np.ndarray]:
 
 def logged(run: RunDir) -> list[dict[str, Any]]:
     """A run's metrics, one dictionary per step."""
-    return [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    return run.metrics()
 
 
 def curve(rewards: list[float]) -> dict[str, float]:
@@ -237,7 +236,7 @@ def collect(study: Study) -> dict[str, Any]:
             tables = {seed: shares(run, name) for seed, run in runs.items()}
             plain = tables if arm == "ptq" else plain
             (mean,) = means(tables.values())
-            verify = [read_json(run.merged / "grpo" / name / MANIFEST).get("verify") or {} for run in runs.values()]
+            verify = [manifest_as_written(run.merged / "grpo" / name).get("verify") or {} for run in runs.values()]
             row: dict[str, Any] = {"accuracy": float(mean.mean()), "seeds": [*runs]}
             row["interval"] = list(cluster_interval(mean, options.samples * len(runs)))
             row["by_seed"] = [statistics.mean(table.values()) for table in tables.values()]

@@ -20,7 +20,7 @@ from eval.result import column, engines, run_config
 from eval.rules import PASS, Rule, judge
 from eval.sections_model import layers, serving, tokens, training
 from kit.core.errors import KitError
-from kit.core.run_directory import file_hash, read_json
+from kit.core.run_directory import file_hash
 
 SHOWN_PROBLEMS = 3
 LONGEST_TEXT = 1200  # characters shown of a completion
@@ -318,7 +318,7 @@ def settings(found: Found) -> Section:
     evaluated, machine = found.result or {}, found.config.get("machine") or {}
     names = ("run", "model", "policy", "train", "data", "rollout", "reward", "distill")
     run, model, policy, train, data, rollout, reward, distill = map(found.group, names)
-    base = read_json(found.run.base_file) if found.run.base_file.is_file() else {}
+    base = found.run.base() if found.run.base_file.is_file() else {}
     teacher = distill.get("teacher_adapter") or distill.get("teacher")
     steps = train.get("max_steps")
     facts = {

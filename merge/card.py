@@ -17,7 +17,7 @@ from typing import Any
 from kit.core.config.base_rules import CALLED
 from kit.core.errors import DONE, BadInput
 from kit.core.formats import FORMATS
-from kit.core.run_directory import INTO, MANIFEST, RunDir, read_json, read_manifest
+from kit.core.run_directory import INTO, MANIFEST, RunDir, manifest_as_written, read_json, read_manifest
 from merge import hub
 from merge.command import POLICIES
 from merge.tables import markdown_table
@@ -116,7 +116,7 @@ def push_all(arguments: argparse.Namespace, places: dict[tuple[str, str], Path])
 
 def write_card(run: RunDir, directory: Path) -> Path:
     """Write the card of a published checkpoint atomically and return its path."""
-    text = render(run, read_json(directory / MANIFEST))
+    text = render(run, manifest_as_written(directory))
     temporary = directory / f".{CARD}.{os.getpid()}.tmp"
     try:
         temporary.write_text(text)
@@ -129,7 +129,7 @@ def write_card(run: RunDir, directory: Path) -> Path:
 def render(run: RunDir, manifest: dict) -> str:
     """Return the card as Markdown, with the front matter that the hub reads."""
     facts = read_json(run.config_file)
-    config, base = facts["config"], read_json(run.base_file)
+    config, base = facts["config"], run.base()
     parts = [
         front_matter(config, manifest),
         introduction(config, manifest),

@@ -9,7 +9,7 @@ from typing import Any
 from kit.core.chat import arguments_of, check_template
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS
-from kit.core.run_directory import INTO, RunDir, read_json, read_manifest
+from kit.core.run_directory import INTO, RunDir, read_manifest
 from merge.trained import find_trained
 
 POLICIES = ("base", "grpo")
@@ -26,7 +26,7 @@ class Merge:
         self._sources: dict[str, bool] = {}  # cached by policy, since every file is hashed
         self.into = arguments.into
         self.run = RunDir.open(arguments.run)
-        self.info = read_json(self.run.base_file)
+        self.info = self.run.base()
         self.policies = [name for name in POLICIES if name in arguments.policy]
         self.out = arguments.out or self.run.merged_into(self.into)
         self.adapter, self.adapter_facts = self._find_adapter()

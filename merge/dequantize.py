@@ -18,7 +18,7 @@ import torch
 from kit.core.checkpoint_files import quantization_of, read_header
 from kit.core.errors import DONE, BadInput, CheckFailed
 from kit.core.formats import find_experts
-from kit.core.run_directory import MANIFEST, publish, read_json, write_manifest
+from kit.core.run_directory import manifest_as_written, publish, write_manifest
 from kit.weights.checkpoint import checkpoint_shards, find_checkpoint, read_tensor
 from kit.weights.model_files import DEQUANTIZED, read_config, select_shards, without_weights
 from kit.weights.read_quantized import StoredWeights
@@ -75,7 +75,7 @@ def check_places(source: Path | None, out: Path, overwrite: bool) -> None:
     if out.exists() and not overwrite:
         raise BadInput(f"{out} exists already. Pass --overwrite to replace it, or --out for another place.")
     # A mistyped --out must not delete an unrelated folder.
-    if out.exists() and not ((out / MANIFEST).is_file() and read_json(out / MANIFEST).get("kind") == "checkpoint"):
+    if out.exists() and manifest_as_written(out).get("kind") != "checkpoint":
         raise BadInput(f"{out} is no checkpoint of this kit: --overwrite does not replace it. Choose another place.")
 
 

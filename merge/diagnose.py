@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.core.errors import DONE, BadInput
 from kit.core.formats import FORMATS
-from kit.core.run_directory import INTO, RunDir, read_json, read_manifest, write_json
+from kit.core.run_directory import INTO, RunDir, read_manifest, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class Diagnosis:
 
         self.arguments = arguments
         self.run = RunDir.open(arguments.run)
-        self.info = read_json(self.run.base_file)
+        self.info = self.run.base()
         self.pattern = _pattern(arguments.layers)
         self.adapter = arguments.adapter or self.run.newest_adapter()
         manifest = check_adapter_base(self.adapter, self.info)

@@ -21,7 +21,7 @@ import torch
 from kit.core.chat import arguments_of, render, special_tokens
 from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import RunDir, check_adapter_file, read_json, read_manifest
+from kit.core.run_directory import RunDir, check_adapter_file, read_manifest
 from kit.weights.checkpoint import find_checkpoint
 from kit.weights.fp8 import Fp8Linear
 from kit.weights.frozen_base import BaseCheckpoint, default_device, disable_cpu_repacking, load_base
@@ -125,7 +125,7 @@ def base_directory(run: RunDir, base: str | Path | None = None, weights: bool = 
     Without `weights`, the weights of a hub id are not downloaded. `BadInput` if the checkpoint does not exist; a run
     that was trained on a local directory is never looked up on the hub.
     """
-    info = read_json(run.base_file)
+    info = run.base()
     local = (run.config().get("model") or {}).get("path") is not None
     if base is None and local and not Path(info["model"]).is_dir():
         raise BadInput(
@@ -137,7 +137,7 @@ def base_directory(run: RunDir, base: str | Path | None = None, weights: bool = 
 
 def base_checkpoint(run: RunDir, base: str | Path | None = None, device: Any = None) -> BaseCheckpoint:
     """Open a run's original checkpoint: `base` if given, else the one its base.json names."""
-    return BaseCheckpoint(base_directory(run, base), read_json(run.base_file), device)
+    return BaseCheckpoint(base_directory(run, base), run.base(), device)
 
 
 def check_adapter_base(adapter: Path, info: dict) -> dict:

@@ -8,7 +8,6 @@ fails, otherwise the gate's.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -77,7 +76,7 @@ def mean_reward(rows: list[dict]) -> float:
 
 def summary(run: RunDir, seconds: dict[str, float]) -> str:
     """Results of the run, from the files of its directory."""
-    rows = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    rows = run.metrics()
     result = read_json(run.eval_file)
     matrix, ends = result["matrix"], min(10, -(-len(rows) // 2))
     cells = {name: (matrix["base"][name], matrix["grpo"][name]) for name in matrix["base"]}

@@ -10,7 +10,6 @@ study continues where it stopped. Keys of the configuration can be given as --gr
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ from kit.core.config.recipe import recipe_of
 from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, run_command
 from kit.core.formats import FORMATS
-from kit.core.run_directory import MANIFEST, RunDir, read_json, write_json
+from kit.core.run_directory import MANIFEST, RunDir, manifest_as_written, read_json, write_json
 from kit.core.run_state import continuing_flags
 from recipes.quickstart import mean_reward, step
 
@@ -116,11 +115,8 @@ def collect(runs: dict[int, Path], formats: list[str]) -> dict:
     seeds: dict[str, Any] = {}
     for seed, path in runs.items():
         run = RunDir(path)
-        result, rows = (
-            read_json(run.eval_file),
-            [json.loads(line) for line in run.metrics_file.read_text().splitlines()],
-        )
-        manifests = {name: run.merged / "grpo" / name / MANIFEST for name in formats if name != "nf4"}
+        result, rows = read_json(run.eval_file), run.metrics()
+        manifests = {name: manifest_as_written(run.merged / "grpo" / name) for name in formats if name != "nf4"}
         seeds[str(seed)] = {
             "run": str(path),
             "reward": [mean_reward(rows[:10]), mean_reward(rows[-10:])],
@@ -128,7 +124,7 @@ def collect(runs: dict[int, Path], formats: list[str]) -> dict:
             "matrix": {policy: {name: result["matrix"][policy][name] for name in formats} for policy in POLICIES},
             "gain": {name: result["gain"][name] for name in formats},
             "gain_survival": {name: result["gain_survival"][name] for name in formats if name != "bf16"},
-            "promoted": {name: read_json(file).get("promoted", False) for name, file in manifests.items()},
+            "promoted": {name: manifest.get("promoted", False) for name, manifest in manifests.items()},
             "versions": result["versions"],
         }
     figures = {

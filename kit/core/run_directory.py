@@ -214,6 +214,12 @@ def write_manifest(directory: Path, kind: str, **fields: Any) -> dict:
     return manifest
 
 
+def manifest_as_written(directory: Path) -> dict:
+    """The manifest of an artifact with nothing checked; {} if there is none."""
+    file = Path(directory) / MANIFEST
+    return read_json(file) if file.is_file() else {}
+
+
 def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) -> dict:
     """Return the manifest of a whole artifact.
 
@@ -337,6 +343,14 @@ class RunDir:
     def config(self) -> dict:
         """The resolved configuration, as nested dictionaries (`read_json(config.json)["config"]`)."""
         return read_json(self.config_file)["config"]
+
+    def base(self) -> dict:
+        """Hash and storage of the frozen base (base.json)."""
+        return read_json(self.base_file)
+
+    def metrics(self) -> list[dict]:
+        """The rows of metrics.jsonl of a run that has ended; `metrics_log.MetricsLog` reads one that is growing."""
+        return [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
 
     def merged_into(self, into: str) -> Path:
         """Directory of the checkpoints merged into the dequantized or the original base (`INTO`)."""

@@ -5,13 +5,15 @@ file; each row has a `text` that is used verbatim, a `prompt` (text, or chat mes
 `data`. A file that contains a held-out problem is refused. Everything is checked before any weight is loaded.
 """
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kit.core.chat import token_ids
 from kit.core.config.schema import TRAIN, Config
 from kit.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from kit.data.problems import Row
 
 
 def calibration_prompts(config: Config, messages: list[list[dict]], tokenizer: Any) -> list[list[int]]:
@@ -64,27 +66,26 @@ def _read(path: Path, config: Config) -> list[str | list[dict]]:
     """The prompts of a jsonl file: text, or chat messages."""
     if not path.is_file():
         raise BadInput(f"policy.quant_calib_data: no file at {path}. Name a jsonl file, or train.")
+    from kit.data.problems import jsonl_rows
+
     found = []
-    with open(path, "rb") as lines:  # split at line feeds only: JSON may hold other line endings
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                found.append((f"{path}:{number}", _prompt(json.loads(line), config)))
-            except (ValueError, TypeError, KeyError) as error:
-                raise BadInput(
-                    f"{path}:{number} has no prompt ({error}). A row is an object with text, prompt or "
-                    f"{config.data.question_column}."
-                ) from None
+    for row in jsonl_rows(path):
+        try:
+            found.append((row.source, _prompt(row, config)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise BadInput(
+                f"{row.source} has no prompt ({error}). A row is an object with text, prompt or "
+                f"{config.data.question_column}."
+            ) from None
     _check_disjoint(found, config)
     return [prompt for _, prompt in found]
 
 
-def _prompt(row: dict, config: Config) -> str | list[dict]:
+def _prompt(place: "Row", config: Config) -> str | list[dict]:
     from kit.data.problems import Problem, chat_messages
 
-    if not isinstance(row, dict):
-        raise ValueError(f"it is {row!r:.40}")
+    if (row := place.value) is None:
+        raise ValueError(place.error)
     key = next((key for key in ("text", "prompt", config.data.question_column) if key in row), None)
     if key is None:
         raise ValueError(f"it has {', '.join(map(str, row))[:80] or 'no keys'}")

@@ -68,7 +68,9 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
+    """A row of a source with its place; `value` is None for one that is not an object, and `error` says why."""
+
     source: str
     value: dict | None
     error: str = ""
@@ -190,7 +192,7 @@ def drop_long(
     return kept, dropped
 
 
-def _problem(row: _Row, data: "DataConfig") -> tuple[Problem | None, str]:
+def _problem(row: Row, data: "DataConfig") -> tuple[Problem | None, str]:
     """The problem of a row, or None and the reason."""
     if row.value is None:
         return None, row.error
@@ -287,7 +289,7 @@ def extract_gold(answer: Any, answer_format: str) -> tuple[str | None, str]:
     return (None, fault) if fault else (gold, "")
 
 
-def _rows(data: "DataConfig", split: str) -> Iterator[_Row]:
+def _rows(data: "DataConfig", split: str) -> Iterator[Row]:
     split_name = data.train_split if split == "train" else data.eval_split
     path = data.eval_path if split == "eval" and data.eval_path else data.path
     if split == "eval" and path == data.path and path and _is_one_split(Path(path).expanduser()):
@@ -339,7 +341,7 @@ def _has_rows(entry: Path) -> bool:
     return _is_one_split(entry) and (entry.is_dir() or entry.name.endswith(SUFFIXES)) and entry.name != DICTIONARY
 
 
-def _file_rows(file: Path) -> Iterator[_Row]:
+def _file_rows(file: Path) -> Iterator[Row]:
     if file.is_dir():
         yield from _saved_rows(file)
     elif file.suffix == ".parquet":
@@ -347,10 +349,10 @@ def _file_rows(file: Path) -> Iterator[_Row]:
     elif file.suffix == ".json":
         yield from _json_rows(file)
     else:
-        yield from _jsonl_rows(file)
+        yield from jsonl_rows(file)
 
 
-def _jsonl_rows(file: Path) -> Iterator[_Row]:
+def jsonl_rows(file: Path) -> Iterator[Row]:
     for number, line in enumerate(_lines(file), 1):
         source = f"{file}:{number}"
         try:
@@ -358,9 +360,9 @@ def _jsonl_rows(file: Path) -> Iterator[_Row]:
             if text:
                 yield _as_row(source, json.loads(text))
         except UnicodeDecodeError as error:
-            yield _Row(source, None, f"not UTF-8: {error.reason} at byte {error.start}")
+            yield Row(source, None, f"not UTF-8: {error.reason} at byte {error.start}")
         except (json.JSONDecodeError, RecursionError) as error:
-            yield _Row(source, None, f"invalid JSON: {error}")
+            yield Row(source, None, f"invalid JSON: {error}")
 
 
 def _lines(file: Path) -> Iterator[bytes]:
@@ -376,7 +378,7 @@ def _lines(file: Path) -> Iterator[bytes]:
         raise BadInput(f"{file} is not a whole gzip file: {error}") from None
 
 
-def _json_rows(file: Path) -> Iterator[_Row]:
+def _json_rows(file: Path) -> Iterator[Row]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -387,7 +389,7 @@ def _json_rows(file: Path) -> Iterator[_Row]:
         yield _as_row(f"{file}:{number}", row)
 
 
-def _parquet_rows(file: Path) -> Iterator[_Row]:
+def _parquet_rows(file: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
@@ -402,7 +404,7 @@ def _parquet_rows(file: Path) -> Iterator[_Row]:
         raise BadInput(f"{file} is not a readable parquet file: {error}") from None
 
 
-def _saved_rows(folder: Path) -> Iterator[_Row]:
+def _saved_rows(folder: Path) -> Iterator[Row]:
     from datasets import load_from_disk
 
     try:
@@ -417,7 +419,7 @@ def _saved_rows(folder: Path) -> Iterator[_Row]:
         ) from error
 
 
-def _hub_rows(data: "DataConfig", split_name: str) -> Iterable[_Row]:
+def _hub_rows(data: "DataConfig", split_name: str) -> Iterable[Row]:
     from datasets import load_dataset
 
     arguments = (data.id, data.config) if data.config else (data.id,)
@@ -434,13 +436,13 @@ def _hub_rows(data: "DataConfig", split_name: str) -> Iterable[_Row]:
     return (_as_row(f"{data.id}[{split_name}]:{number}", row) for number, row in enumerate(rows, 1))
 
 
-def _as_row(source: str, value: Any) -> _Row:
+def _as_row(source: str, value: Any) -> Row:
     if isinstance(value, dict):
-        return _Row(source, value)
-    return _Row(source, None, f"a JSON {type(value).__name__}, expected an object")
+        return Row(source, value)
+    return Row(source, None, f"a JSON {type(value).__name__}, expected an object")
 
 
-def _check_columns(row: _Row, data: "DataConfig") -> None:
+def _check_columns(row: Row, data: "DataConfig") -> None:
     """Raise `BadInput` for a column that the first row lacks: that is a wrong name in the config, not a bad row."""
     columns = [("question_column", name) for name in _question_columns(row.value, data.question_column)]
     for key, name in (*columns, ("answer_column", data.answer_column)):

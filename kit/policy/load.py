@@ -16,7 +16,6 @@ from kit.core.run_directory import (
     RunDir,
     check_adapter_file,
     publish,
-    read_json,
     read_manifest,
     write_json,
     write_manifest,
@@ -264,7 +263,7 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
     facts |= {"model": source, "revision": config.model.revision or facts["revision"]}
     check_init_adapter(config, facts["hash"])
     if run.base_file.exists():
-        earlier = read_json(run.base_file)
+        earlier = run.base()
         if earlier["hash"] != facts["hash"]:
             raise BadInput(
                 f"{run.path} was started on another base: its base hash is {earlier['hash'][:12]}, this one is "

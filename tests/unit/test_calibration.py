@@ -80,7 +80,7 @@ def test_a_calibration_file_of_other_numbers_is_taken(tmp_path):
             ":2 has no prompt \\(it has txt\\)\\. A row is an object with text, prompt or question",
         ),
         ('{"text": "one"}\n{"text": " "}\n', ":2 has no prompt"),
-        ('{"text": "one"}\n[1]\n', r":2 has no prompt \(it is \[1\]\)"),
+        ('{"text": "one"}\n[1]\n', r":2 has no prompt \(a JSON list, expected an object\)"),
         ('{"text": "one"}\nnot json\n', ":2 has no prompt"),
         ('{"text": "one"}\n{"prompt": [{"content": 3}]}\n', ":2 has no prompt"),
     ],
