@@ -13,6 +13,7 @@ from kit.plan import memory
 from kit.plan.gpus import CARDS, recognize
 from kit.plan.shapes import Shape, shape_from_facts
 
+Point = dict[str, Any]  # one measurement of the file
 LIMIT = 0.10
 AS_EVER = ("plain", "torch")  # values left out of a point's name
 
@@ -30,17 +31,17 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def recompute_of(point: dict[str, Any]) -> str:
+def recompute_of(point: Point) -> str:
     """`train.recompute` of a point; points older than that name say gradient_checkpointing, true or false."""
     return point.get("recompute", "full" if point.get("gradient_checkpointing", True) else "none")
 
 
-def point_config(point: dict[str, Any]) -> Config:
+def point_config(point: Point) -> Config:
     """The configuration that a point was measured with, as far as the plan reads it."""
     given = {key: point[key] for key in ("micro_batch", "completions") if key in point}
     micro = given.get("micro_batch", 8)
     server = {key: point[key] for key in ("weights", "kv_cache_gib", "max_num_seqs", "enforce_eager") if key in point}
-    values: dict[str, Any] = {
+    values: dict[str, dict] = {
         "run": {"name": "point"},
         "model": {"id": "point"},
         "policy": {"lora_rank": point["lora_rank"], "adapter_dtype": point.get("adapter_dtype", "float32")}
@@ -67,11 +68,11 @@ def point_config(point: dict[str, Any]) -> Config:
     return config_from_dict(values)
 
 
-def point_shape(point: dict[str, Any]) -> Shape:
+def point_shape(point: Point) -> Shape:
     return shape_from_facts(point["model"] | {"model_type": "qwen3"}, point["shape"])
 
 
-def rows_of(point: dict[str, Any], card_name: str) -> list[Row]:
+def rows_of(point: Point, card_name: str) -> list[Row]:
     """The figures of a point. Its sequences were all of one length, so no mask was made."""
     config, shape = point_config(point), point_shape(point)
     card = recognize(card_name, 1e9) if "NVIDIA" in card_name else CARDS["h200"]
@@ -109,7 +110,7 @@ def rows_of(point: dict[str, Any], card_name: str) -> list[Row]:
     return rows
 
 
-def compare(points: dict[str, Any]) -> list[Row]:
+def compare(points: dict) -> list[Row]:
     """Every figure of every point that has no error."""
     return [row for point in points["points"] if "error" not in point for row in rows_of(point, points["card"])]
 

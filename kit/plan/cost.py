@@ -25,6 +25,7 @@ from kit.plan.memory import (
     stored_bytes,
 )
 from kit.plan.shapes import Shape
+from kit.plan.sizes import is_flex
 
 MEASURED_CARD = "h200"
 
@@ -112,8 +113,7 @@ def update_seconds(shape: Shape, config: Config, card: Card, completions: int, s
     # The last matmul of a layer is not recomputed.
     layer = shape.linear_weights / shape.layers
     products = passes + again * is_full * (1 - shape.intermediate * shape.hidden / layer)
-    is_flex = train.packed_attention == "flex" or config.model.dtype == "float32"  # selective recomputes it, too
-    attending = passes + again * (is_full or (train.micro_batch_tokens is not None and is_flex))
+    attending = passes + again * (is_full or (train.micro_batch_tokens is not None and is_flex(config)))
     if policy.compute == "fp8" and card.fp8_tflops is not None:
         products /= value("fp8_products")
     elif quantized.multiplies_fp8(config, card):

@@ -3,11 +3,9 @@
 Every figure comes from the same model (memory.py), run again on a changed copy of the configuration.
 """
 
-import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from kit.core.config.checks import check_config
 from kit.core.config.schema import Config
@@ -18,6 +16,7 @@ from kit.plan.memory import Estimate
 from kit.plan.placement import Placement, place
 from kit.plan.recompute import least, set_recompute
 from kit.plan.shapes import Shape
+from kit.plan.sizes import Keys, process_completions, row_tokens, with_keys
 
 STEP, PACK_STEP = 128, 1024  # tokens; completion lengths and packs are searched in multiples of them
 
@@ -44,7 +43,7 @@ class CardUse:
 
 @dataclass
 class Layout:
-    """A configuration on its cards. `problems` are obstacles other than a card's memory."""
+    """A configuration on its cards. `faults` are obstacles other than a card's memory."""
 
     shape: Shape
     config: Config
@@ -74,8 +73,7 @@ class Layout:
     @property
     def completions(self) -> int:
         """Completions per step, over all processes."""
-        train = self.config.train
-        return train.per_device_train_batch_size * train.gradient_accumulation_steps * self.processes
+        return process_completions(self.config) * self.processes
 
 
 def check_keys(config: Config, card: Card, count: int) -> None:
@@ -158,13 +156,13 @@ def _process(layout: Layout, parts: dict[str, float]) -> Estimate:
 
 def _faults(layout: Layout) -> list[str]:
     config, card, shape = layout.config, layout.card, layout.shape
-    rollout, found, limit = config.rollout, [], config.train.max_gpu_gib
+    found, limit = [], config.train.max_gpu_gib
     largest = max(memory.allocated(parts) for parts in layout.trainer.values())
     if limit is not None and not card.is_cpu and largest > limit:
         found.append(
             f"The trainer needs {largest:.1f} GiB and train.max_gpu_gib is {limit:g}: it would run into its own limit."
         )
-    if (length := rollout.max_prompt_length + rollout.max_completion_length) > shape.positions:
+    if (length := row_tokens(config)) > shape.positions:
         found.append(f"Prompt and completion ({length} tokens) are longer than the model's {shape.positions}.")
     if config.policy.embeddings == "host" and shape.tied:
         found.append("policy.embeddings is host and the model's output layer has the same weight. Set it to gpu.")
@@ -192,15 +190,6 @@ def _faults(layout: Layout) -> list[str]:
     return found
 
 
-def with_keys(config: Config, keys: dict[str, Any]) -> Config:
-    """A copy of the configuration with `group.key` set to each value."""
-    made = copy.deepcopy(config)
-    for key, value in keys.items():
-        group, _, name = key.partition(".")
-        setattr(getattr(made, group), name, value)
-    return made
-
-
 def is_refused(layout: Layout) -> bool:
     """Whether the recipe refuses the keys of a layout."""
     try:
@@ -210,7 +199,7 @@ def is_refused(layout: Layout) -> bool:
         return True
 
 
-def changed(layout: Layout, keys: dict[str, Any]) -> Layout | None:
+def changed(layout: Layout, keys: Keys) -> Layout | None:
     """The layout with some keys changed; None if that cannot be placed on the cards."""
     try:
         again = {"train.recompute": "auto"} if layout.chose else {}
@@ -224,26 +213,23 @@ def micro_batches(completions: int) -> list[int]:
     return [size for size in range(1, completions + 1) if completions % size == 0]
 
 
-def micro_batch_keys(config: Config, micro: int) -> dict[str, Any]:
-    train = config.train
-    own = train.per_device_train_batch_size * train.gradient_accumulation_steps
+def micro_batch_keys(config: Config, micro: int) -> Keys:
+    own = process_completions(config)
     return {"train.per_device_train_batch_size": micro, "train.gradient_accumulation_steps": own // micro}
 
 
 def largest_micro_batch(layout: Layout) -> int | None:
     """The largest micro-batch that fits with the same completions per step; None if not even one at a time does."""
-    train = layout.config.train
-    sizes = micro_batches(train.per_device_train_batch_size * train.gradient_accumulation_steps)
-    return _largest(sizes, lambda size: fits_with(layout, micro_batch_keys(layout.config, size)))
+    sizes = micro_batches(process_completions(layout.config))
+    return largest_that_fits(sizes, lambda size: fits_with(layout, micro_batch_keys(layout.config, size)))
 
 
 def largest_pack(layout: Layout) -> int | None:
     """The largest `train.micro_batch_tokens`, a multiple of 1,024, that fits; None if a single row does not."""
-    train, rollout = layout.config.train, layout.config.rollout
-    length = rollout.max_prompt_length + rollout.max_completion_length
-    everything = train.per_device_train_batch_size * train.gradient_accumulation_steps * length
+    length = row_tokens(layout.config)
+    everything = process_completions(layout.config) * length
     sizes = range(math.ceil(length / PACK_STEP) * PACK_STEP, everything + PACK_STEP, PACK_STEP)
-    return _largest(sizes, lambda size: fits_with(layout, {"train.micro_batch_tokens": size}))
+    return largest_that_fits(sizes, lambda size: fits_with(layout, {"train.micro_batch_tokens": size}))
 
 
 def largest_completion(layout: Layout) -> int | None:
@@ -252,16 +238,15 @@ def largest_completion(layout: Layout) -> int | None:
     On a server, the KV cache must hold a group of them at once.
     """
 
-    def fits(steps: int) -> bool:
-        found = changed(layout, {"rollout.max_completion_length": steps * STEP})
+    def fits(tokens: int) -> bool:
+        found = changed(layout, {"rollout.max_completion_length": tokens})
         if found is None or not found.fits:
             return False
         return found.server is None or sequences(found) >= found.config.rollout.group_size
 
     budget = layout.config.train.micro_batch_tokens or layout.shape.positions  # a row has to fit into a pack
     longest = min(budget, layout.shape.positions) - layout.config.rollout.max_prompt_length
-    steps = _largest(range(1, longest // STEP + 1), fits)
-    return steps * STEP if steps else None
+    return largest_that_fits(range(STEP, longest + 1, STEP), fits)
 
 
 def sequences(layout: Layout) -> int:
@@ -284,13 +269,13 @@ def largest_sequences(layout: Layout) -> int | None:
     return max(0, int((layout.server["KV cache"] + free) / one))
 
 
-def fits_with(layout: Layout, keys: dict[str, Any]) -> bool:
+def fits_with(layout: Layout, keys: Keys) -> bool:
     """Whether it fits with some keys changed."""
     found = changed(layout, keys)
     return found is not None and found.fits
 
 
-def _largest(sizes: Any, fits: Callable[[int], bool]) -> int | None:
+def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """The largest of the ascending sizes that fits, by bisection: the smaller ones then fit, too."""
     low, high = 0, len(sizes)
     while low < high:
@@ -303,17 +288,17 @@ def _largest(sizes: Any, fits: Callable[[int], bool]) -> int | None:
 class Change:
     """A change of the configuration, its price, and what it saves on the fullest card."""
 
-    keys: dict[str, Any]
+    keys: Keys
     price: str
     saves_gib: float
     then_fits: bool
 
 
-def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
+def candidates(layout: Layout) -> list[tuple[Keys, str]]:
     """Changes that can save memory, cheapest first, each with its price."""
     config, train = layout.config, layout.config.train
     shared = layout.shares
-    found: list[tuple[dict[str, Any], str]] = []
+    found: list[tuple[Keys, str]] = []
     needed = max(memory.allocated(parts) for parts in layout.trainer.values())
     if train.max_gpu_gib is not None and train.max_gpu_gib < needed < layout.card.gib / 1.1:
         found.append(({"train.max_gpu_gib": math.ceil(1.1 * needed)}, "less of the card for the server"))
@@ -328,12 +313,12 @@ def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
         found.append((keys, "fewer cards for the trainer"))
     micro = train.per_device_train_batch_size
     if train.micro_batch_tokens is not None:
-        longest = config.rollout.max_prompt_length + config.rollout.max_completion_length
+        longest = row_tokens(config)
         if train.micro_batch_tokens > longest:
             half = max(longest, train.micro_batch_tokens // 2)
             found.append(({"train.micro_batch_tokens": half}, "more, smaller passes over the same batch"))
     elif micro > 1:
-        sizes = [size for size in micro_batches(micro * train.gradient_accumulation_steps) if size < micro]
+        sizes = [size for size in micro_batches(process_completions(config)) if size < micro]
         found.append((micro_batch_keys(config, sizes[-1]), "more, smaller passes over the same batch"))
         if len(sizes) > 1:
             found.append((micro_batch_keys(config, 1), "one completion at a time: the card is used less well"))
@@ -364,7 +349,7 @@ def candidates(layout: Layout) -> list[tuple[dict[str, Any], str]]:
     return found
 
 
-def in_turn(config: Config) -> dict[str, Any]:
+def in_turn(config: Config) -> Keys:
     """Keys that go with a card that both samples and trains.
 
     The plan counts no gain from `rollout.overlap` there, and the recipe refuses it if the sampler sleeps or is the
@@ -373,7 +358,7 @@ def in_turn(config: Config) -> dict[str, Any]:
     return {"rollout.overlap": False} if config.rollout.overlap else {}
 
 
-def _server_candidates(layout: Layout, shared: bool) -> list[tuple[dict[str, Any], str]]:
+def _server_candidates(layout: Layout, shared: bool) -> list[tuple[Keys, str]]:
     config, server, found = layout.config, layout.config.server, []
     host = {"server.nf4_copy": "host"} if config.rollout.sync == "remerge" and server.nf4_copy == "gpu" else {}
     free = config.policy.quant_cfg is None  # otherwise the format determines what is served
@@ -418,13 +403,14 @@ def _same_card(layout: Layout, card: CardUse) -> CardUse:
     return next((one for one in layout.cards if one.name == card.name), layout.worst)
 
 
-def remedy(layout: Layout) -> dict[str, Any] | None:
-    """Keys that together make it fit, the cheapest changes first; None if all of them do not suffice."""
-    keys: dict[str, Any] = {}
+def remedy(layout: Layout, first: list[Change] | None = None) -> Keys | None:
+    """Keys that together make it fit, the cheapest changes first; None if all of them do not suffice. `first` are
+    the layout's `changes`, if they are known."""
+    keys: Keys = {}
     for _ in range(24):
         if layout.fits:
             return keys
-        found = changes(layout)
+        found = changes(layout) if keys or first is None else first
         if not found:
             return None
         best = next((one for one in found if one.then_fits), found[0])

@@ -1,14 +1,11 @@
-"""The plan of a configuration on its cards, whether it fits, and the best way to divide them."""
-
-from typing import Any
+"""The plan of a configuration on its cards, and whether it fits."""
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
-from kit.plan.cost import can_estimate
 from kit.plan.fitting import Layout, check_keys, lay_out
 from kit.plan.gpus import Card, parse_gpus
 from kit.plan.shapes import Shape, config_shape, find_shape, shape_by_size
-from kit.plan.splitting import splits
+from kit.plan.sizes import Facts
 
 
 def choose_shape(config: Config, params: str | None = None, model: str | None = None) -> Shape:
@@ -26,7 +23,7 @@ def make_layout(config: Config, shape: Shape, card: Card, count: int) -> Layout:
     return lay_out(shape, config, card, count)
 
 
-def fits(config: Config, model_config: dict[str, Any] | None = None, gpus: str = "auto") -> tuple[bool, str]:
+def fits(config: Config, model_config: Facts | None = None, gpus: str = "auto") -> tuple[bool, str]:
     """Whether a run fits, and a summary of a few lines.
 
     `model_config` is the model's config.json if it was read already; `gpus` has the form of --gpu. Raises `BadInput`
@@ -36,10 +33,3 @@ def fits(config: Config, model_config: dict[str, Any] | None = None, gpus: str =
 
     layout = make_layout(config, config_shape(config, model_config), *parse_gpus(gpus))
     return layout.fits, summary(layout)
-
-
-def best_split(layout: Layout) -> Any:
-    """The fastest way to use the cards that fits; None if none does or the card's speed is unknown."""
-    if not layout.count or not can_estimate(layout.card):
-        return None
-    return next((one for one in splits(layout) if one.fits), None)

@@ -4,16 +4,15 @@ Trainer and server share one card or have a card each.
 """
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config
 from kit.core.errors import DONE
-from kit.plan.fitting import lay_out, with_keys
+from kit.plan.fitting import STEP, largest_that_fits, lay_out
 from kit.plan.gpus import CARDS, Card
 from kit.plan.memory import full_cache_gib
 from kit.plan.shapes import Shape, shape_by_size
+from kit.plan.sizes import with_keys
 
 MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 # One card per memory size.
@@ -24,7 +23,7 @@ GROUP, PROMPT, COMPLETION, COMPLETIONS = 8, 512, 2048, 64
 
 def matrix_config(way: str) -> Config:
     """Rank 16, prompts of 512 tokens, a group of 8 at once on an FP8 server with an FP8 KV cache, no CUDA graphs."""
-    values: dict[str, Any] = {
+    values: dict[str, dict] = {
         "run": {"name": "matrix"},
         "model": {"id": "matrix"},
         "rollout": {"backend": "server", "group_size": GROUP, "max_prompt_length": PROMPT},
@@ -45,35 +44,27 @@ def fits(shape: Shape, card: Card, way: str, tokens: int, micro: int) -> bool:
 
 def longest(shape: Shape, card: Card, way: str) -> int | None:
     """The longest completion in tokens, one at a time in the update; None if not even 128 tokens fit."""
-    return _most((shape.positions - PROMPT) // 128, lambda n: fits(shape, card, way, 128 * n, 1), lambda n: 128 * n)
+    sizes = range(STEP, shape.positions - PROMPT + 1, STEP)
+    return largest_that_fits(sizes, lambda tokens: fits(shape, card, way, tokens, 1))
 
 
 def widest(shape: Shape, card: Card, way: str) -> int | None:
     """The largest micro-batch of completions of 2,048 tokens; None if not even one fits."""
-    return _most(7, lambda n: fits(shape, card, way, COMPLETION, 2 ** (n - 1)), lambda n: 2 ** (n - 1))
+    sizes = [2**n for n in range(COMPLETIONS.bit_length())]
+    return largest_that_fits(sizes, lambda micro: fits(shape, card, way, COMPLETION, micro))
 
 
-def _most(largest: int, fits: Callable[[int], bool], spell: Callable[[int], int]) -> int | None:
-    low, high = 0, largest
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return spell(low) if low else None
+Cell = dict[str, int | None]  # completion_tokens, micro_batch
 
 
-def matrix() -> dict[str, dict[str, dict[str, dict[str, int | None]]]]:
-    """model -> card size -> shared or split -> completion_tokens, micro_batch."""
-    found: dict[str, Any] = {}
-    for model in MODELS:
-        shape = shape_by_size(model)
-        found[model] = {
-            size: {
-                way: {"completion_tokens": longest(shape, card, way), "micro_batch": widest(shape, card, way)}
-                for way in WAYS
-            }
-            for size, card in ((size, CARDS[name]) for size, name in SIZES.items())
-        }
-    return found
+def matrix() -> dict[str, dict[str, dict[str, Cell]]]:
+    """model -> card size -> shared or split -> cell."""
+
+    def cell(model: str, size: str, way: str) -> Cell:
+        shape, card = shape_by_size(model), CARDS[SIZES[size]]
+        return {"completion_tokens": longest(shape, card, way), "micro_batch": widest(shape, card, way)}
+
+    return {model: {size: {way: cell(model, size, way) for way in WAYS} for size in SIZES} for model in MODELS}
 
 
 def print_matrix(as_json: bool) -> int:
@@ -94,7 +85,7 @@ def print_matrix(as_json: bool) -> int:
     return DONE
 
 
-def _spell(cell: dict[str, int | None]) -> str:
+def _spell(cell: Cell) -> str:
     tokens, micro = cell["completion_tokens"], cell["micro_batch"]
     if tokens is None:
         return "-"

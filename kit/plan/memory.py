@@ -22,6 +22,7 @@ from kit.plan import quantized, teacher
 from kit.plan.coefficients import value
 from kit.plan.gpus import Card
 from kit.plan.shapes import Shape
+from kit.plan.sizes import is_flex, process_completions, row_tokens, value_bytes
 
 GIB = 2**30
 NF4_BLOCK, SCALE_BLOCK = 64, 256
@@ -60,7 +61,7 @@ def stored_bytes(config: Config, double_quantization: bool | None = None) -> flo
     policy = config.policy
     if policy.quantization == "nf4":
         return nf4_bytes(policy.double_quantization if double_quantization is None else double_quantization)
-    return 1 if policy.quantization == "fp8" else 4 if config.model.dtype == "float32" else 2
+    return 1 if policy.quantization == "fp8" else value_bytes(config)
 
 
 def copy_bytes(config: Config) -> float:
@@ -81,7 +82,7 @@ def optimizer_bytes(optimizer: str, adapter_bytes: int) -> float:
 
 def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:
     """Bytes per token that one decoder layer keeps for its backward pass."""
-    liger, narrow = config.policy.kernels == "liger", 4 if config.model.dtype == "float32" else 2
+    liger, narrow = config.policy.kernels == "liger", value_bytes(config)
     # torch's norms keep their input in float32, liger's as it is; liger's SwiGLU recomputes silu(gate).
     normed = narrow if liger else 4
     targets = shape.targeted(config.policy.target_modules)
@@ -108,7 +109,7 @@ def backward_bytes(shape: Shape, config: Config, padded: bool) -> float:
 
     Sums the activations that the layer keeps, the gradients of the hidden states and those of the MLP.
     """
-    narrow = 4 if config.model.dtype == "float32" else 2
+    narrow = value_bytes(config)
     kept = layer_bytes(shape, config, padded) + 3 * narrow * shape.hidden + 2 * narrow * shape.intermediate
     # What the first pass kept is counted with the checkpoints.
     return kept - (checkpoint_bytes(shape, config) - narrow * shape.hidden)
@@ -119,13 +120,12 @@ def checkpoint_bytes(shape: Shape, config: Config) -> float:
 
     With selective, also the outputs of attention and of the matmuls with the base, except the last matmul.
     """
-    narrow = 4 if config.model.dtype == "float32" else 2
+    narrow = value_bytes(config)
     if config.train.recompute != "selective":
         return narrow * shape.hidden
     products = shape.q_size + 2 * shape.kv_size + shape.hidden + 2 * shape.intermediate
-    flex = config.train.packed_attention == "flex" or config.model.dtype == "float32"
     # FlexAttention, an option for packs, is recomputed.
-    attention = 0 if config.train.micro_batch_tokens and flex else narrow * shape.q_size + 4 * shape.heads
+    attention = 0 if config.train.micro_batch_tokens and is_flex(config) else narrow * shape.q_size + 4 * shape.heads
     return narrow * (shape.hidden + products) + attention
 
 
@@ -138,20 +138,18 @@ def run_again(shape: Shape, config: Config) -> int:
 
 def micro_batch(config: Config) -> tuple[int, int]:
     """Maximum tokens of a forward pass, and how many of them are scored."""
-    train, rollout = config.train, config.rollout
-    length = rollout.max_prompt_length + rollout.max_completion_length
+    train, length = config.train, row_tokens(config)
     if train.micro_batch_tokens is None:
-        return train.per_device_train_batch_size * length, (
-            train.per_device_train_batch_size * rollout.max_completion_length
-        )
-    everything = train.per_device_train_batch_size * train.gradient_accumulation_steps * length
-    tokens = max(length, min(train.micro_batch_tokens, everything))  # a longer row gets a pack of its own
+        rows = train.per_device_train_batch_size
+        return rows * length, rows * config.rollout.max_completion_length
+    # A longer row gets a pack of its own.
+    tokens = max(length, min(train.micro_batch_tokens, process_completions(config) * length))
     return tokens, tokens
 
 
 def resident(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """GiB that a trainer process holds in every phase, without its context."""
-    narrow = 4 if config.model.dtype == "float32" else 2
+    narrow = value_bytes(config)
     elsewhere = shape.vocabulary * shape.hidden if config.policy.embeddings == "host" and not card.is_cpu else 0
     trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
     stored = 2 if config.policy.adapter_dtype == "bfloat16" else 4
@@ -206,7 +204,7 @@ def weight_gib(shape: Shape, config: Config, card: Card, tokens: int) -> float:
     if config.policy.quantization == "none":
         return 0.0
     if config.policy.compute != "fp8":
-        return dequantized_gib(shape, 4 if config.model.dtype == "float32" else 2)
+        return dequantized_gib(shape, value_bytes(config))
     outs = (1 + shape.gated) * shape.intermediate
     return (shape.hidden * outs * (1 + 8 / NF4_BLOCK) + tokens * outs) / GIB
 
@@ -218,9 +216,7 @@ def update_parts(
 
     `padded`: whether prompts or completions differ in length, as they do in a run; then a mask is made.
     """
-    rollout, train = config.rollout, config.train
-    narrow = 4 if config.model.dtype == "float32" else 2
-    length = rollout.max_prompt_length + rollout.max_completion_length
+    train, narrow, length = config.train, value_bytes(config), row_tokens(config)
     tokens, scored = micro_batch(config)
     packed = train.micro_batch_tokens is not None
     padded = padded and not packed
@@ -265,7 +261,7 @@ def _tiles(shape: Shape, config: Config, scored: int, narrow: int, card: Card) -
 
 def scoring_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """GiB allocated at the peak of a pass without gradients, the reference's, by part."""
-    narrow = 4 if config.model.dtype == "float32" else 2
+    narrow = value_bytes(config)
     tokens, scored = micro_batch(config)
     layer = _forward_gib(shape, tokens, narrow) + weight_gib(shape, config, card, tokens)
     head = tokens * 2 * narrow * shape.hidden / GIB + tile_gib(shape, scored, narrow, card)
@@ -280,7 +276,7 @@ def _forward_gib(shape: Shape, tokens: int, narrow: int) -> float:
 
 def teaching_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """GiB allocated at the peak of the teacher's pass, which runs without quantizers, by part."""
-    narrow = 4 if config.model.dtype == "float32" else 2
+    narrow = value_bytes(config)
     (tokens, scored), model = micro_batch(config), teacher.shape_of(shape, config)
     layer = _forward_gib(model, tokens, narrow) + dequantized_gib(model, narrow)
     found = {"one layer's forward pass": layer, "teacher's states": teacher.states_gib(shape, config, scored)}
@@ -289,7 +285,7 @@ def teaching_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]
 
 def calibration_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """GiB allocated at the peak of the calibration of input ranges, which runs without quantizers, by part."""
-    narrow = 4 if config.model.dtype == "float32" else 2
+    narrow = value_bytes(config)
     tokens = quantized.calibration_tokens(config)
     layer = _forward_gib(shape, tokens, narrow) + dequantized_gib(shape, narrow)
     looked_at = 2 * narrow * tokens * shape.intermediate / GIB  # the real tokens' inputs, and their magnitudes
@@ -306,17 +302,17 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
 
     In process, the KV cache of all completions of the step; with a server, the canary's logits.
     """
-    narrow = 4 if config.model.dtype == "float32" else 2
+    narrow = value_bytes(config)
     rollout, found = config.rollout, resident(shape, config, card) | {"workspace": workspace_gib(card)}
     if rollout.backend == "server":
-        length = min(CANARY_TOKENS, rollout.max_prompt_length + rollout.max_completion_length)
+        length = min(CANARY_TOKENS, row_tokens(config))
         logits = rollout.canary_prompts * length * shape.vocabulary * narrow
         return found | {"canary": (logits + bool(logits) * length * shape.vocabulary * 8) / GIB}
-    sequences = config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
+    sequences = process_completions(config)
     token = kv_token_bytes(shape, narrow)
     prompts = sequences * rollout.max_prompt_length
     prefill = prompts * (token + 4 * narrow * (shape.intermediate + shape.hidden)) / GIB
-    cache = sequences * (rollout.max_prompt_length + rollout.max_completion_length) * token / GIB
+    cache = sequences * row_tokens(config) * token / GIB
     # Growing by one token copies a layer's cache.
     decode = cache * (1 + 1 / shape.layers) + sequences * shape.vocabulary * 4 * value("sampling_copies") / GIB
     kept = kept_gib(shape, config, card, allocated(found) + decode)
@@ -344,7 +340,7 @@ def kept_gib(shape: Shape, config: Config, card: Card, taken_gib: float) -> floa
         or quantized.multiplies_fp8(config, card)
     ):
         return 0.0
-    width = 1 if policy.compute == "fp8" else 4 if config.model.dtype == "float32" else 2
+    width = 1 if policy.compute == "fp8" else value_bytes(config)
     needed = shape.linear_weights * width / GIB
     limit = None if card.is_cpu else config.train.max_gpu_gib  # of torch's allocator, which excludes the context
     context = value("cpu_trainer_gib" if card.is_cpu else "trainer_context_gib")
@@ -463,8 +459,7 @@ def kv_width(config: Config) -> int:
 
 def sequence_gib(shape: Shape, config: Config) -> float:
     """GiB of KV cache for one sequence of full length on one GPU of a replica."""
-    length = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    return length * kv_token_bytes(shape, kv_width(config)) / config.server.tensor_parallel / GIB
+    return row_tokens(config) * kv_token_bytes(shape, kv_width(config)) / config.server.tensor_parallel / GIB
 
 
 def full_cache_gib(shape: Shape, config: Config) -> float:
@@ -477,9 +472,8 @@ def batched_tokens(config: Config, card: Card) -> float:
     given = config.server.vllm.get("max_num_batched_tokens")
     if given is not None:
         return given
-    length = config.rollout.max_prompt_length + config.rollout.max_completion_length + 1
     default = value("batched_tokens_large" if card.gib >= 70 else "batched_tokens_small")
-    return min(default, config.server.max_num_seqs * length)
+    return min(default, config.server.max_num_seqs * (row_tokens(config) + 1))
 
 
 def server_memory(parts: dict[str, float], config: Config) -> Estimate:
@@ -506,22 +500,15 @@ def full_precision(shape: Shape, config: Config, card: Card) -> dict[str, float]
     trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
     parts = update_parts(shape, config, card)
     moving = sum(gib for name, gib in parts.items() if name not in (*RESIDENT, "gradients"))
-    serving = 2 * shape.parameters / GIB if config.rollout.backend == "server" else 0.0
+    has_server = config.rollout.backend == "server"
+    serving = 2 * shape.parameters / GIB if has_server else 0.0
     if config.distill.is_given and (other := teacher.shape_of(shape, config)) is not shape:
         serving += 2 * other.parameters / GIB
+    copy = copy_bytes(config) if config.rollout.sync == "remerge" and config.server.nf4_copy == "gpu" else 0.0
+    linear = shape.linear_weights * (2 if config.server.weights == "bf16" else 1) / GIB
+    served = linear + shape.other_weights * 2 / GIB + shape.linear_weights * copy / GIB
     return {
         "full fine-tuning": (2 + 2 + 12 + 2) * shape.parameters / GIB + moving + serving,
         "BF16 LoRA": 2 * shape.parameters / GIB + 16 * trained / GIB + moving + serving,
-        "this configuration": allocated(parts)
-        + (sum(shape_bytes for shape_bytes in _served(shape, config)) if config.rollout.backend == "server" else 0.0),
+        "this configuration": allocated(parts) + (served if has_server else 0.0),
     }
-
-
-def _served(shape: Shape, config: Config) -> tuple[float, float, float]:
-    linear = 2 if config.server.weights == "bf16" else 1
-    copy = copy_bytes(config) if config.rollout.sync == "remerge" and config.server.nf4_copy == "gpu" else 0.0
-    return (
-        shape.linear_weights * linear / GIB,
-        shape.other_weights * 2 / GIB,
-        shape.linear_weights * copy / GIB,
-    )

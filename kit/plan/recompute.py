@@ -5,9 +5,8 @@ and within `train.max_gpu_gib`. Only sizes that every process sees alike are use
 currently free), so all processes of a run come to the same answer.
 """
 
-import copy
+import dataclasses
 import os
-from typing import Any
 
 from kit.core.config.schema import Config
 from kit.core.config.shared_gpu import replicas_beside_trainer
@@ -15,6 +14,7 @@ from kit.core.errors import BadInput
 from kit.plan import cost, memory
 from kit.plan.gpus import CARDS, Card, parse_gpus
 from kit.plan.shapes import Shape, config_shape
+from kit.plan.sizes import Facts, process_completions, with_keys
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 CHOICES = [("none", 1.0), *((mode, fraction) for mode in ("selective", "full") for fraction in FRACTIONS)]
@@ -37,23 +37,19 @@ def least(shape: Shape, config: Config, card: Card, processes: int, replicas: in
     for mode, fraction in CHOICES:
         made = set_recompute(config, mode, fraction)
         parts = memory.update_parts(shape, made, card, processes)
-        high = memory.process_memory(parts, card, processes).high
-        limit = config.train.max_gpu_gib  # of torch's allocator, which excludes the context
-        context = memory.process_memory(parts, card, processes).low - memory.allocated(parts)
+        low, _, high = dataclasses.astuple(memory.process_memory(parts, card, processes))
+        limit, context = config.train.max_gpu_gib, low - memory.allocated(parts)  # torch's limit excludes the context
         if high <= room and (limit is None or high - context <= limit):
-            completions = config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
-            found.append((cost.update_seconds(shape, made, speed, completions), mode, fraction))
+            found.append((cost.update_seconds(shape, made, speed, process_completions(config)), mode, fraction))
     return min(found)[1:] if found else ("full", 1.0)
 
 
 def set_recompute(config: Config, mode: str, fraction: float) -> Config:
     """A copy of the configuration with another `train.recompute`."""
-    made = copy.deepcopy(config)
-    made.train.recompute, made.train.recompute_fraction = mode, fraction
-    return made
+    return with_keys(config, {"train.recompute": mode, "train.recompute_fraction": fraction})
 
 
-def resolve(config: Config, facts: dict[str, Any], processes: int) -> str:
+def resolve(config: Config, facts: Facts, processes: int) -> str:
     """Replace `auto` by a mode and a fraction, and return them in one line.
 
     `facts` is the model's config.json. A model that the plan does not know gets full.

@@ -4,19 +4,24 @@ import dataclasses
 import json
 import math
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kit.plan import cost, fitting, memory, quantized, splitting, teacher
 from kit.plan.fitting import Layout
 from kit.plan.memory import Estimate
 from kit.plan.recompute import describe_recompute
+from kit.plan.sizes import Keys
 from kit.plan.splitting import Split
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
-def spell(keys: dict[str, Any]) -> str:
+
+def spell(keys: Keys) -> str:
     """Spell keys as on a command line."""
 
-    def word(value: Any) -> str:
+    def word(value: object) -> str:
         return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
     return " ".join(f"--{key} {word(value)}" for key, value in keys.items())
@@ -83,8 +88,8 @@ def summary(layout: Layout) -> str:
     return "\n".join(lines)
 
 
-def _advice(layout: Layout) -> str:
-    keys = fitting.remedy(layout)
+def _advice(layout: Layout, changes: list[fitting.Change] | None = None) -> str:
+    keys = fitting.remedy(layout, changes)
     if keys is None:
         if not layout.count:
             other = "Plan it for GPUs with --gpu, e.g. --gpu h200:2."
@@ -115,7 +120,7 @@ def report(layout: Layout) -> None:
         _print_precision(console, layout)
 
 
-def _table(title: str, *columns: str) -> Any:
+def _table(title: str, *columns: str) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -125,7 +130,7 @@ def _table(title: str, *columns: str) -> Any:
     return table
 
 
-def _cards_table(layout: Layout) -> Any:
+def _cards_table(layout: Layout) -> "Table":
     table = _table("GiB by GPU and phase", "GPU", "phase", "low", "expected", "high", "of", "")
     grouped: dict[tuple, list[str]] = {}
     for one in layout.cards:
@@ -149,7 +154,7 @@ def _together(names: list[str]) -> str:
     return f"GPU {numbers[0]} to {numbers[-1]}" if follows else f"GPU {', '.join(numbers)}"
 
 
-def _parts_table(layout: Layout) -> Any:
+def _parts_table(layout: Layout) -> "Table":
     """Table of the parts of the trainer's update and of a server."""
     table = _table("of that, GiB", "trainer, update", "", "server, each GPU", "")
     trainer = [(name, f"{gib:.2f}") for name, gib in layout.trainer["update"].items() if gib >= 0.005]
@@ -178,7 +183,7 @@ def _most(what: str, largest: int | None, unit: str, now: int) -> str:
     return f"{what} {largest}{unit} (now {now})" if largest else f"no {what} fits (now {now}{unit})"
 
 
-def _print_largest(console: Any, layout: Layout) -> None:
+def _print_largest(console: "Console", layout: Layout) -> None:
     found, config = largest(layout), layout.config
     if "micro_batch" in found:
         micro = _most("micro-batch", found["micro_batch"], "", config.train.per_device_train_batch_size)
@@ -196,15 +201,16 @@ def _print_largest(console: Any, layout: Layout) -> None:
     console.print("Largest that fits, the rest as it is: " + "; ".join(named) + ".")
 
 
-def _print_changes(console: Any, layout: Layout) -> None:
+def _print_changes(console: "Console", layout: Layout) -> None:
     table = _table("Change first, each alone", "set", "saves GiB", "fits then", "price")
     table.columns[3].justify = "left"
-    for one in fitting.changes(layout):
+    changes = fitting.changes(layout)
+    for one in changes:
         table.add_row(spell(one.keys), f"{one.saves_gib:.1f}", "yes" if one.then_fits else "no", one.price)
     if table.row_count:
         console.print(table)
     if not layout.fits:
-        console.print(_advice(layout))
+        console.print(_advice(layout, changes))
 
 
 def time_rows(layout: Layout) -> list[Split]:
@@ -219,7 +225,7 @@ def _hours(layout: Layout, time: cost.StepTime) -> str:
     return f"{low:.1f} - {high:.1f}"
 
 
-def _print_times(console: Any, layout: Layout) -> None:
+def _print_times(console: "Console", layout: Layout) -> None:
     if not (rows := time_rows(layout)):
         why = "a CPU" if not layout.count else f"{layout.card.name}, whose speed is not in the table"
         console.print(f"Seconds are not estimated for {why}.")
@@ -257,7 +263,7 @@ def _seconds(time: cost.StepTime) -> list[str]:
     return [f"{value:.1f}" for value in (time.rollout, time.update, time.step)]
 
 
-def _print_precision(console: Any, layout: Layout) -> None:
+def _print_precision(console: "Console", layout: Layout) -> None:
     left_out = "weights, optimizer and activations; no KV cache, context or CUDA graphs"
     title = f"Without quantization, GiB of all cards ({left_out})"
     table = _table(title, "", "GiB", f"{layout.card.name} cards at least")
@@ -268,7 +274,8 @@ def _print_precision(console: Any, layout: Layout) -> None:
 
 def as_json(layout: Layout) -> dict[str, Any]:
     """Everything that `report` prints."""
-    now = fitting.step_time(layout) if time_rows(layout) else None
+    rows, changes = time_rows(layout), fitting.changes(layout)
+    now = fitting.step_time(layout) if rows else None
     return {
         "model": dataclasses.asdict(layout.shape) | {"parameters": layout.shape.parameters},
         "card": dataclasses.asdict(layout.card),
@@ -283,9 +290,9 @@ def as_json(layout: Layout) -> dict[str, Any]:
         "trainer_gib": layout.trainer,
         "server_gib": layout.server,
         "largest": largest(layout),
-        "changes": [dataclasses.asdict(one) for one in fitting.changes(layout)],
-        "remedy": fitting.remedy(layout),
+        "changes": [dataclasses.asdict(one) for one in changes],
+        "remedy": fitting.remedy(layout, changes),
         "seconds": dataclasses.asdict(now) | {"step": now.step} if now else None,
-        "splits": [dataclasses.asdict(one) | {"step": one.time.step} for one in time_rows(layout)],
+        "splits": [dataclasses.asdict(one) | {"step": one.time.step} for one in rows],
         "full_precision_gib": memory.full_precision(layout.shape, layout.config, layout.card),
     }

@@ -4,13 +4,13 @@ import difflib
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.formats import find_experts
+from kit.plan.sizes import Facts
 
 
 @dataclass(frozen=True)
@@ -87,45 +87,47 @@ class Shape:
         return [name for name in self.linears if name in names]
 
 
-def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
-    sizes = {"hidden": hidden, "intermediate": intermediate, "layers": layers, "heads": heads, "kv_heads": 8}
-    return sizes | {"head_dim": 128, "vocabulary": 151936, "tied": tied, "positions": 40960, "qk_norm": True}
-
-
-def _qwen25(hidden: int, intermediate: int, layers: int, heads: int, kv: int, tied: bool) -> dict[str, Any]:
-    sizes = {"hidden": hidden, "intermediate": intermediate, "layers": layers, "heads": heads, "kv_heads": kv}
-    sizes |= {"head_dim": hidden // heads, "vocabulary": 151936 if tied else 152064, "tied": tied}
-    return sizes | {"positions": 32768, "qkv_bias": True}
-
-
-def _llama3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
-    sizes = {"hidden": hidden, "intermediate": intermediate, "layers": layers, "heads": heads, "kv_heads": 8}
-    return sizes | {"head_dim": hidden // heads, "vocabulary": 128256, "tied": tied, "positions": 131072}
-
-
 # Model types of transformers whose MLP is two linear layers without a gate.
 UNGATED = ("apertus", "arcee", "biogpt", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi", "starcoder2")
 LONGEST = 131072  # if a config.json names no limit
-# From the config.json of each model on the hub.
-KNOWN = {
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
-    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
-    "qwen3-14b": _qwen3(5120, 17408, 40, 40, False),
-    "qwen3-32b": _qwen3(5120, 25600, 64, 64, False),
-    "qwen2.5-0.5b": _qwen25(896, 4864, 24, 14, 2, True),
-    "qwen2.5-1.5b": _qwen25(1536, 8960, 28, 12, 2, True),
-    "qwen2.5-3b": _qwen25(2048, 11008, 36, 16, 2, True),
-    "qwen2.5-7b": _qwen25(3584, 18944, 28, 28, 4, False),
-    "qwen2.5-14b": _qwen25(5120, 13824, 48, 40, 8, False),
-    "qwen2.5-32b": _qwen25(5120, 27648, 64, 40, 8, False),
-    "qwen2.5-72b": _qwen25(8192, 29568, 80, 64, 8, False),
-    "llama3-1b": _llama3(2048, 8192, 16, 32, True),
-    "llama3-3b": _llama3(3072, 8192, 28, 24, True),
-    "llama3-8b": _llama3(4096, 14336, 32, 32, False),
-    "llama3-70b": _llama3(8192, 28672, 80, 64, False),
+# From the config.json of each model on the hub: what a family has in common, and of each size
+# hidden, intermediate, layers, heads, kv_heads, tied
+_FAMILIES: dict[str, Facts] = {
+    "qwen3": {"head_dim": 128, "vocabulary": 151936, "positions": 40960, "qk_norm": True},
+    "qwen2.5": {"vocabulary": 152064, "positions": 32768, "qkv_bias": True},
+    "llama3": {"vocabulary": 128256, "positions": 131072},
 }
+_SIZES = {
+    "qwen3-0.6b": (1024, 3072, 28, 16, 8, True),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 8, True),
+    "qwen3-4b": (2560, 9728, 36, 32, 8, True),
+    "qwen3-8b": (4096, 12288, 36, 32, 8, False),
+    "qwen3-14b": (5120, 17408, 40, 40, 8, False),
+    "qwen3-32b": (5120, 25600, 64, 64, 8, False),
+    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, True),
+    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, True),
+    "qwen2.5-3b": (2048, 11008, 36, 16, 2, True),
+    "qwen2.5-7b": (3584, 18944, 28, 28, 4, False),
+    "qwen2.5-14b": (5120, 13824, 48, 40, 8, False),
+    "qwen2.5-32b": (5120, 27648, 64, 40, 8, False),
+    "qwen2.5-72b": (8192, 29568, 80, 64, 8, False),
+    "llama3-1b": (2048, 8192, 16, 32, 8, True),
+    "llama3-3b": (3072, 8192, 28, 24, 8, True),
+    "llama3-8b": (4096, 14336, 32, 32, 8, False),
+    "llama3-70b": (8192, 28672, 80, 64, 8, False),
+}
+
+
+def _known(name: str) -> Shape:
+    hidden, intermediate, layers, heads, kv_heads, tied = _SIZES[name]
+    family = name.partition("-")[0]
+    common = {"head_dim": hidden // heads} | _FAMILIES[family]
+    if family == "qwen2.5" and tied:
+        common["vocabulary"] = 151936
+    return Shape(name, hidden, intermediate, layers, heads, kv_heads, tied=tied, **common)
+
+
+KNOWN = {name: _known(name) for name in _SIZES}
 _HUB = (
     (re.compile(r"Qwen/Qwen3-([\d.]+)B(-Base)?"), "qwen3-{}b"),
     (re.compile(r"Qwen/Qwen2\.5-([\d.]+)B(-Instruct)?"), "qwen2.5-{}b"),
@@ -140,7 +142,7 @@ def shape_by_size(text: str) -> Shape:
     if key not in KNOWN:
         key = next((name for name in KNOWN if name.endswith(f"-{key}")), key)
     if key in KNOWN:
-        return Shape(key, **KNOWN[key])
+        return KNOWN[key]
     sizes = [name.rpartition("-")[2] for name in KNOWN]
     near = difflib.get_close_matches(key, [*KNOWN, *sizes], n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
@@ -156,7 +158,7 @@ def find_shape(source: str, revision: str | None = None) -> Shape:
         return _from_file(Path(source) / "config.json", source)
     for pattern, name in _HUB:
         if (match := pattern.fullmatch(source)) and (key := name.format(match[1])) in KNOWN:
-            return Shape(source, **KNOWN[key])
+            return replace(KNOWN[key], name=source)
     if cached := _cached(source, revision):
         return _from_file(cached, source)
     raise BadInput(
@@ -166,7 +168,7 @@ def find_shape(source: str, revision: str | None = None) -> Shape:
     )
 
 
-def config_shape(config: Config, facts: dict[str, Any] | None = None) -> Shape:
+def config_shape(config: Config, facts: Facts | None = None) -> Shape:
     """The shape of a run's model; `facts` is its config.json, if it was read already."""
     source = config.model.source
     if facts:
@@ -205,7 +207,7 @@ def _from_file(file: Path, source: str) -> Shape:
     return shape_from_facts(facts, source)
 
 
-def shape_from_facts(facts: dict[str, Any], source: str) -> Shape:
+def shape_from_facts(facts: Facts, source: str) -> Shape:
     """The shape that a config.json describes; raises a `BadInput` that says why a model is not covered."""
     kind = facts.get("model_type", "unknown")
     if experts := find_experts(facts):

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from kit.plan import coefficients, cost, memory
 from kit.plan.fitting import (
@@ -14,22 +13,22 @@ from kit.plan.fitting import (
     largest_sequences,
     micro_batches,
     step_time,
-    with_keys,
 )
+from kit.plan.sizes import Keys, with_keys
 
 
 @dataclass
 class Split:
     """A way to use the cards: trainer processes and replicas, seconds of a step, and whether it fits."""
 
-    keys: dict[str, Any]
+    keys: Keys
     trainers: int
     servers: int
     time: cost.StepTime
     fits: bool
 
 
-def _shared_cache(layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
+def _shared_cache(layout: Layout, keys: Keys) -> Keys:
     """KV cache of a server that shares its card: all sequences at full length, as far as the card has room."""
     config = layout.config
     if config.server.kv_cache_gib is not None:
@@ -43,7 +42,7 @@ def _shared_cache(layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shared_by_all(layout: Layout) -> dict[str, Any] | None:
+def _shared_by_all(layout: Layout) -> Keys | None:
     """Keys with which every card both trains and serves, in turn and without sleeping; None if nothing fits.
 
     The replicas hold the KV cache of their part of a step, as far as there is room. The trainer's limit is the rest.
@@ -76,7 +75,7 @@ def _urls(replicas: int) -> list[str]:
     return [f"http://127.0.0.1:{8000 + number}" for number in range(replicas)]
 
 
-def _batch_keys(layout: Layout, trainers: int) -> dict[str, Any]:
+def _batch_keys(layout: Layout, trainers: int) -> Keys:
     """Batch keys for the step's completions on this many trainer processes, with micro-batches no larger than now."""
     own = layout.completions // trainers
     micro = max(size for size in micro_batches(own) if size <= layout.config.train.per_device_train_batch_size)
@@ -91,7 +90,7 @@ def splits(layout: Layout) -> list[Split]:
     config, found, is_fine = layout.config, [], not is_refused(layout)
     each, total = config.server.tensor_parallel, layout.completions
     own = {"rollout.backend": "in_process", "train.gpus": list(range(layout.count))} | in_turn(config)
-    choices: list[dict[str, Any]] = [own]
+    choices: list[Keys] = [own]
     for replicas in range(1, layout.count // each + (layout.count == 1)):
         first = layout.count - replicas * each
         keys = {"rollout.backend": "server", "rollout.server_urls": _urls(replicas)}

@@ -15,6 +15,7 @@ from kit.core.errors import BadInput
 from kit.plan.coefficients import value
 from kit.plan.gpus import Card
 from kit.plan.shapes import Shape, find_shape
+from kit.plan.sizes import value_bytes
 
 GIB = 2**30
 TILE_BYTES = 4 + 4 + 2  # logits of student and teacher in float32, and what is multiplied back in 16 bits
@@ -47,8 +48,7 @@ def describe(config: Config) -> str | None:
 
 def states_gib(shape: Shape, config: Config, scored: int) -> float:
     """GiB of the teacher's last hidden states, for `scored` tokens."""
-    narrow = 4 if config.model.dtype == "float32" else 2
-    return scored * shape_of(shape, config).hidden * narrow / GIB
+    return scored * shape_of(shape, config).hidden * value_bytes(config) / GIB
 
 
 def tiles_gib(shape: Shape, config: Config, scored: int, card: Card) -> float:

@@ -8,7 +8,6 @@ so its ratio reflects the previous update, not another draw of the mask.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ def turned_off(dropouts: list[torch.nn.Dropout]) -> Iterator[None]:
             layer.p = rate
 
 
-def seed_of(batch: dict[str, Any]) -> int:
+def seed_of(batch: dict) -> int:
     """Seed of the batch's dropout masks, drawn from torch's generator on the first call."""
     if SEED not in batch:
         batch[SEED] = int(torch.randint(2**31, ()))

@@ -1,17 +1,23 @@
 """Set the input ranges of formats with static activations: calibrate over kit/data/calibration_prompts.py, or restore
 those of `policy.init_adapter`."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from kit.core.config.schema import Config
 from kit.core.errors import CheckFailed
 
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
 
-def batches(prompts: list[list[int]], size: int, device: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield batches of `size` prompts of similar lengths as (token ids (B, L) padded on the right, mask of real tokens
-    (B, L))."""
+Batch: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # token ids (B, L), mask of real tokens (B, L)
+
+
+def batches(prompts: list[list[int]], size: int, device: "torch.device | str") -> Iterator[Batch]:
+    """Yield batches of `size` prompts of similar lengths, padded on the right."""
     import torch
 
     prompts = sorted((ids for ids in prompts if ids), key=len)
@@ -23,7 +29,7 @@ def batches(prompts: list[list[int]], size: int, device: Any) -> Iterator[tuple[
         yield ids, real
 
 
-def set_input_ranges(config: Config, model: Any, prompts: list[list[int]]) -> str:
+def set_input_ranges(config: Config, model: "PeftModel", prompts: list[list[int]]) -> str:
     """Calibrate the initial policy over `prompts` (token ids), or restore the ranges of `policy.init_adapter` if it
     was trained for a format; return a one-line summary."""
     from kit.core.run_directory import read_manifest
@@ -42,11 +48,11 @@ def set_input_ranges(config: Config, model: Any, prompts: list[list[int]]) -> st
     )
 
 
-def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+def calibrate(model: "PeftModel", batches: Iterable[Batch]) -> "dict[str, torch.Tensor]":
     """Measure the input ranges of formats with static activations and return the state; empty for other formats.
 
-    A range is the largest |input| of a layer of the current model, with its quantizers off, over batches of (token ids
-    (B, L), mask of real tokens (B, L)), padded on the right. `CheckFailed` if a layer gets no input or one that is not
+    A range is the largest |input| of a layer of the current model, with its quantizers off, over batches
+    padded on the right. `CheckFailed` if a layer gets no input or one that is not
     finite.
     """
     import torch
@@ -66,14 +72,11 @@ def calibrate(model: Any, batches: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
         return {}
     layers, peaks, now = quantized_layers(model), {}, {}
 
-    def watch(name: str) -> Any:
-        def hook(_: Any, inputs: tuple) -> None:
-            peak = inputs[0][now["real"]].abs().amax().float()
-            peaks[name] = torch.maximum(peaks[name], peak) if name in peaks else peak
+    def watch(name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        peak = inputs[0][now["real"]].abs().amax().float()
+        peaks[name] = torch.maximum(peaks[name], peak) if name in peaks else peak
 
-        return hook
-
-    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in layers.items()]
+    hooks = [one.register_forward_pre_hook(functools.partial(watch, name)) for name, one in layers.items()]
     backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model  # no output layer
     was_training = model.training
     try:

@@ -23,7 +23,7 @@ FP8 numbers: exact and slow. Not covered: LoRA dropout and variants, a base that
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import bitsandbytes as bnb
@@ -109,18 +109,24 @@ def use_fused_linears(model: torch.nn.Module, compute: str) -> int:
 
 def _make_groups(model: torch.nn.Module) -> None:
     waiting = Waiting()
+    for members in same_input(model, (_FusedLora, _FusedBase)):
+        products = [member.product for member in members]
+        if len({(product.is_fp8, product.layer.in_features) for product in products}) == 1:
+            group = Group(members, waiting)
+            for product in products:
+                product.group = group
+
+
+def same_input(model: torch.nn.Module, kinds: tuple[type, ...]) -> Iterator[list[torch.nn.Module]]:
+    """Yield the layers that are called with the same tensor, in call order, where all are of these kinds."""
     for parent in model.modules():
         for names in SAME_INPUT:
             members = [getattr(parent, name, None) for name in names]
-            if all(isinstance(member, _FusedLora | _FusedBase) for member in members):
-                products = [member.product for member in members]
-                if len({(product.is_fp8, product.layer.in_features) for product in products}) == 1:
-                    group = Group(members, waiting)
-                    for product in products:
-                        product.group = group
+            if all(isinstance(member, kinds) for member in members):
+                yield members
 
 
-def check_plain(name: str, module: Any) -> None:
+def check_plain(name: str, module: peft_layer.LoraLayer) -> None:
     """`BadInput` for an adapter that is not plain LoRA."""
     for adapter in module.lora_A:
         dropout = getattr(module.lora_dropout[adapter], "p", 0.0)
@@ -345,7 +351,7 @@ def _apply(modules: list, x: torch.Tensor, settings: list[Settings]) -> tuple[to
     return products[0].compute(x, products, scaling, settings[0].dtype, *factors)
 
 
-def output_of(module: Any, x: torch.Tensor, settings: Settings) -> torch.Tensor:
+def output_of(module: torch.nn.Module, x: torch.Tensor, settings: Settings) -> torch.Tensor:
     group = module.product.group
     return group.output(module, x, settings) if group else _apply([module], x, [settings])[0]
 

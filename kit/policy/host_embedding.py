@@ -11,12 +11,15 @@ it. The base is loaded as usual, with the table on the card until `keep_embeddin
 than that.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class HostEmbedding(torch.nn.Module):
@@ -40,7 +43,7 @@ class HostEmbedding(torch.nn.Module):
         return rows.to(ids.device, non_blocking=True).view(*ids.shape, size[1])
 
 
-def check_embeddings(config: Config, model_config: Any) -> None:
+def check_embeddings(config: Config, model_config: "PreTrainedConfig") -> None:
     """`BadInput` if `policy.embeddings` is host and, according to its transformers config, the model multiplies with
     its input embedding."""
     if config.policy.embeddings == "host" and model_config.get_text_config().tie_word_embeddings:

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import bitsandbytes as bnb
 import torch
@@ -27,6 +27,7 @@ import torch
 from kit.policy import fused_linear, quantized_linear
 from kit.policy.host_memory import available_gib, release_freed
 from kit.weights.nf4 import block_maxima
+from kit.weights.stored_weight import Layer
 
 ROOM_FOR_KEPT = 0.5  # share of the memory that generation leaves free
 GIB = 2**30
@@ -106,13 +107,13 @@ def keeping_weights(
         yield room
     finally:
         for layer in layers:
-            vars(layer).pop("kept", None)
-            vars(layer).pop("forward", None)
+            layer.__dict__.pop("kept", None)
+            layer.__dict__.pop("forward", None)
         if layers[0].weight.device.type == "cpu":
             release_freed()  # otherwise the memory of weights and KV cache stays allocated during the update
 
 
-def _layers(model: torch.nn.Module) -> list[Any]:
+def _layers(model: torch.nn.Module) -> list[Layer]:
     """Layers whose weight is computed for every product."""
     if quantized_linear.quantizers_of(model) is not None:
         return [module.product.layer for module in quantized_linear.quantized_layers(model).values()]
@@ -121,7 +122,7 @@ def _layers(model: torch.nn.Module) -> list[Any]:
     return [one for one in found if "forward" not in vars(one) and one.weight.quant_state is not None]
 
 
-def _bytes(layer: Any, is_quantized: bool) -> int:
+def _bytes(layer: Layer, is_quantized: bool) -> int:
     dtype = getattr(layer, "compute_dtype", None) or getattr(layer, "storage_dtype", None)
     if dtype is None:
         state = getattr(layer.weight, "quant_state", None)

@@ -12,10 +12,15 @@ one run.
 
 import importlib.util
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 INSTALL = "pip install liger-kernel==0.8.5"
 # Models with Llama's RMSNorm casting (product with the weight in 16 bits), rotary embedding of whole heads and SwiGLU.
@@ -50,7 +55,7 @@ def check_gpu(config: Config) -> None:
         )
 
 
-def use_kernels(model: Any, config: Config) -> dict[str, int]:
+def use_kernels(model: "PreTrainedModel | PeftModel", config: Config) -> dict[str, int]:
     """Patch `model` (transformers', with or without an adapter) with the kernels of `policy.kernels`; return how many
     norms, rotary embeddings and SwiGLUs changed.
 
@@ -81,7 +86,7 @@ def use_kernels(model: Any, config: Config) -> dict[str, int]:
     return changed
 
 
-def _with_rotary(forward: Any, rotary: Any) -> types.FunctionType:
+def _with_rotary(forward: types.FunctionType, rotary: Callable) -> types.FunctionType:
     """Copy an attention's forward with `rotary` in place of transformers' `apply_rotary_pos_emb`.
 
     `ValueError` if it does not call a function of that name, as after a change in transformers.

@@ -5,7 +5,7 @@ Covers loading, the adapter's shape, publishing versioned adapters, and verifyin
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kit.core.chat import check_template, model_stop_tokens, question_messages
 from kit.core.config.schema import Config, PolicyConfig
@@ -26,10 +26,11 @@ from kit.weights.model_files import check_complete, check_names
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
+    from peft import LoraConfig
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 
-def check_base(config: Config) -> Any:
+def check_base(config: Config) -> "PreTrainedConfig":
     """Check the base model without reading any weight; return its transformers config.
 
     `BadInput` if the model is missing, already quantized or a mixture of experts; if transformers cannot build it with
@@ -55,7 +56,7 @@ def check_base(config: Config) -> Any:
     return facts
 
 
-def adapted_layers(config: Config, facts: Any) -> list[str]:
+def adapted_layers(config: Config, facts: "PreTrainedConfig") -> list[str]:
     """Names of the linear layers that get an adapter, for a model with the transformers config `facts`; reads no
     weights. Errors as in `check_base`."""
     import torch
@@ -130,7 +131,7 @@ def load_policy_base(config: Config) -> "torch.nn.Module":
     return model
 
 
-def bare_generation_config(own: Any) -> Any:
+def bare_generation_config(own: "GenerationConfig") -> "GenerationConfig":
     """Reduce a model's `GenerationConfig` to its special tokens.
 
     `generate` fills options that the caller leaves unset from the model's own file: min_p, num_beams,
@@ -142,7 +143,7 @@ def bare_generation_config(own: Any) -> Any:
     return GenerationConfig(**{name: getattr(own, name) for name in names})
 
 
-def lora_config(policy: PolicyConfig) -> Any:
+def lora_config(policy: PolicyConfig) -> "LoraConfig":
     """Build peft's `LoraConfig`. Bias, DoRA and extra saved modules stay off: no rollout server supports them."""
     from peft import LoraConfig
 
@@ -190,10 +191,16 @@ def check_init_adapter(config: Config, base_hash: str | None = None) -> None:
                 f"{directory} was trained for {trained}, policy.quant_cfg says {wanted or 'nothing'}. Set "
                 f"policy.quant_cfg to {trained}, or start from an adapter of plain GRPO."
             )
-    if base_hash is not None and manifest["base_hash"] != base_hash:
+    if base_hash is not None:
+        check_same_base(str(directory), manifest["base_hash"], base_hash)
+
+
+def check_same_base(adapter: str, theirs: str, base_hash: str, source: str = "this base") -> None:
+    """`BadInput` if an adapter was trained on another base (hash `theirs`) than that of `source` (`base_hash`)."""
+    if theirs != base_hash:
         raise BadInput(
-            f"{directory} was trained on another base (base hash {manifest['base_hash'][:12]}, this base has "
-            f"{base_hash[:12]}). Set model.id or model.path, model.dtype and policy.quantization to those of its run."
+            f"{adapter} was trained on another base (base hash {theirs[:12]}, {source} has {base_hash[:12]}). "
+            "Set model.id or model.path, model.dtype and policy.quantization to those of its run."
         )
 
 

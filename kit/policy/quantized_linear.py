@@ -93,9 +93,9 @@ class Product:
         self.group: Group | None = None
         self.fused = [self]  # layers that a server fuses with this one
         self.input_peak: torch.Tensor | None = None
-        self._peaks: dict[bool, tuple[Any, torch.Tensor]] = {}  # with the adapter, and without
+        self._peaks: dict[bool, tuple[tuple, torch.Tensor | None]] = {}  # with the adapter, and without
         self._shared: dict[bool, tuple[list, torch.Tensor]] = {}
-        self._kept: tuple[Any, torch.Tensor] | None = None
+        self._kept: tuple[tuple, torch.Tensor] | None = None
 
     @staticmethod
     def compute(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -370,14 +370,10 @@ def _shape(module: torch.nn.Module) -> tuple[int, int]:
 
 def _make_groups(model: torch.nn.Module) -> None:
     waiting = Waiting()
-    for parent in model.modules():
-        for names in fused_linear.SAME_INPUT:
-            members = [getattr(parent, name, None) for name in names]
-            if all(isinstance(member, _Quantized) for member in members):
-                products = [member.product for member in members]
-                group = Group(members, waiting)
-                for product in products:
-                    product.group, product.fused = group, products
+    for members in fused_linear.same_input(model, (_Quantized,)):
+        products, group = [member.product for member in members], Group(members, waiting)
+        for product in products:
+            product.group, product.fused = group, products
 
 
 def quantizers_of(model: torch.nn.Module) -> Quantizers | None:

@@ -9,11 +9,18 @@ would stay allocated until the card catches up, and every layer's input would be
 """
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 AHEAD = 1  # layers queued behind the one that the card computes
+
+
+class Event(Protocol):
+    """A point in a stream's work, as torch.cuda.Event."""
+
+    def synchronize(self) -> None: ...
 
 
 class _Waiting:
@@ -24,7 +31,7 @@ class _Waiting:
         # The graph owns the inputs; a chain of strong references would keep those of finished steps alive.
         self.before = weakref.ref(before) if before is not None else lambda: None
         self.fetched: torch.Tensor | None = None
-        self.event: Any = None
+        self.event: torch.cuda.Event | None = None
 
 
 class HostInputs:
@@ -33,9 +40,9 @@ class HostInputs:
     So does the empty CPU tensor that torch 2.11's checkpoint saves next to its arguments."""
 
     def __init__(self) -> None:
-        self._latest: Any = lambda: None
-        self._stream: Any = None
-        self._reached: list[Any] = []  # events of the layers queued last
+        self._latest: Callable[[], _Waiting | None] = lambda: None
+        self._stream: torch.cuda.Stream | None = None
+        self._reached: list[Event] = []  # events of the layers queued last
 
     def pack(self, tensor: torch.Tensor) -> "_Waiting | torch.Tensor":
         if not tensor.requires_grad or not tensor.numel():
@@ -70,7 +77,7 @@ class HostInputs:
             self._fetch(before)
         return tensor
 
-    def _stay_close(self, event: Any) -> None:
+    def _stay_close(self, event: Event) -> None:
         """Wait until the card is at most `AHEAD` layers behind the one that `event` belongs to."""
         self._reached.append(event)
         if len(self._reached) > AHEAD:

@@ -8,13 +8,16 @@ it, and keeps its part of every tensor. accelerate's settings in the environment
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kit.core.config.sharding_rules import FSDP2, ZERO3, announced, offloading_faults, refused
 from kit.core.errors import BadInput
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
+    from peft import PeftModel
+    from transformers import TrainingArguments
 
 # Settings that DeepSpeed derives from the model's hidden size if "auto". Its own defaults are a gradient buffer of
 # 1 GiB, and matrices of up to 100,000 entries that are never split.
@@ -30,11 +33,8 @@ def quant_storage() -> "torch.dtype":
 
 
 @contextlib.contextmanager
-def loading_whole(arguments: Any) -> Iterator[None]:
-    """Build models whole within the block: once transformers 5.17 knows of ZeRO-3, it splits each as it is made.
-
-    `arguments` are the trainer's.
-    """
+def loading_whole(arguments: "TrainingArguments") -> Iterator[None]:
+    """Build models whole within the block: once transformers 5.17 knows of ZeRO-3, it splits each as it is made."""
     plugin = arguments.deepspeed_plugin
     if plugin is None or announced() != ZERO3:
         yield
@@ -48,7 +48,7 @@ def loading_whole(arguments: Any) -> Iterator[None]:
         plugin.set_deepspeed_weakref()
 
 
-def prepare(accelerator: Any, model: Any) -> str | None:
+def prepare(accelerator: "Accelerator", model: "PeftModel") -> str | None:
     """Return how `accelerator` will split `model`, the policy before wrapping; `BadInput` for a way that does not
     work, wherever it was requested.
 
@@ -79,7 +79,7 @@ def prepare(accelerator: Any, model: Any) -> str | None:
     return kind
 
 
-def _prepare_fsdp2(accelerator: Any, model: Any) -> None:
+def _prepare_fsdp2(accelerator: "Accelerator", model: "PeftModel") -> None:
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -12,7 +12,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kit.core.checkpoint_files import read_header
 from kit.core.config.distill_rules import is_own_model
@@ -21,30 +21,31 @@ from kit.core.errors import BadInput
 from kit.core.lora import scale_of
 from kit.core.run_directory import RunDir, base_directory, check_adapter_file, read_json, read_manifest
 from kit.core.tokenizer_hash import tokenizer_hash
+from kit.policy.load import adapted_layers, check_same_base
 from kit.weights.frozen_base import load_frozen, unquantized_config
 from kit.weights.model_files import check_complete
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 PREFIX = "base_model.model."  # prefix of layer names in an adapter file
 
 
-def check_teacher(config: Config, run: RunDir, tokenizer: Any, model_config: Any) -> None:
+def check_teacher(
+    config: Config, run: RunDir, tokenizer: "PreTrainedTokenizerBase", model_config: "PreTrainedConfig"
+) -> None:
     """`BadInput` unless the teacher fits the student, as far as the files tell; reads no weights.
 
     `model_config` is the transformers config of the student's model.
     """
-    distill = config.distill
-    if distill.teacher_adapter:
+    if config.distill.teacher_adapter:
         _check_adapter(config, run, model_config)
     elif not is_own_model(config):
-        _check_model(config, tokenizer, model_config)
+        _check_model(config, tokenizer)
 
 
-def _check_adapter(config: Config, run: RunDir, model_config: Any) -> None:
-    from kit.policy.load import adapted_layers
-
+def _check_adapter(config: Config, run: RunDir, model_config: "PreTrainedConfig") -> None:
     directory = Path(config.distill.teacher_adapter)
     manifest = read_manifest(directory, "adapter", deep=True)
     check_adapter_file(directory, manifest)
@@ -79,14 +80,10 @@ def check_adapter_base(config: Config, base_hash: str, source: str = "this base"
     if directory is None:
         return
     theirs = read_manifest(Path(directory), "adapter")["base_hash"]
-    if theirs != base_hash:
-        raise BadInput(
-            f"distill.teacher_adapter {directory} was trained on another base (base hash {theirs[:12]}, {source} has "
-            f"{base_hash[:12]}). Set model.id or model.path, model.dtype and policy.quantization to those of its run."
-        )
+    check_same_base(f"distill.teacher_adapter {directory}", theirs, base_hash, source)
 
 
-def _check_model(config: Config, tokenizer: Any, model_config: Any) -> None:
+def _check_model(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
     from transformers import AutoTokenizer
 
     from kit.policy.packed.packing import check_packing

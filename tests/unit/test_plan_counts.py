@@ -6,10 +6,11 @@ import pytest
 
 from kit.plan import cost, memory, quantized, recompute
 from kit.plan.coefficients import value
-from kit.plan.fitting import lay_out, with_keys
+from kit.plan.fitting import lay_out
 from kit.plan.gpus import CARDS, Card
 from kit.plan.replica import replica_gib
 from kit.plan.shapes import Shape, shape_by_size, shape_from_facts
+from kit.plan.sizes import with_keys
 from kit.plan.splitting import splits
 from launch.vllm_command import SERVED_RANKS
 from tests.unit.test_plan_memory import config

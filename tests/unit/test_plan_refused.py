@@ -8,10 +8,11 @@ import pytest
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, run_command
-from kit.plan.fitting import changes, largest_completion, remedy, step_time, with_keys
+from kit.plan.fitting import changes, largest_completion, remedy, step_time
 from kit.plan.gpus import parse_gpus
 from kit.plan.layout import make_layout
 from kit.plan.shapes import shape_by_size
+from kit.plan.sizes import with_keys
 from kit.plan.splitting import splits
 from launch.plan import main
 from tests.conftest import ROOT

@@ -14,10 +14,11 @@ from kit.core.config.load import config_from_dict
 from kit.core.config.recompute_rules import faults, recomputed_layers
 from kit.core.errors import BadInput
 from kit.plan import cost, memory
-from kit.plan.fitting import candidates, lay_out, with_keys
+from kit.plan.fitting import candidates, lay_out
 from kit.plan.gpus import CARDS
 from kit.plan.recompute import least, resolve, set_recompute
 from kit.plan.shapes import shape_by_size
+from kit.plan.sizes import with_keys
 from kit.policy.recompute import _First, use_recompute
 from kit.policy.recompute_offload import HostInputs
 from tests.unit.test_plan_activations import config as layer_config
