@@ -109,7 +109,7 @@ def use_fused_linears(model: torch.nn.Module, compute: str) -> int:
 
 def _make_groups(model: torch.nn.Module) -> None:
     waiting = Waiting()
-    for members in same_input(model, (_FusedLora, _FusedBase)):
+    for members in same_input(model, (FusedLora, FusedBase)):
         products = [member.product for member in members]
         if len({(product.is_fp8, product.layer.in_features) for product in products}) == 1:
             group = Group(members, waiting)
@@ -379,7 +379,7 @@ else:
     LinearLayer = object
 
 
-class _FusedLora(LinearLayer):
+class FusedLora(LinearLayer):
     """peft's layer with this module's products; merged weights and per-row adapters are left to peft."""
 
     product: Product
@@ -399,7 +399,7 @@ class _FusedLora(LinearLayer):
         return super().forward(x, *args, **kwargs) if settings is None else output_of(self, x, settings)
 
 
-class _FusedBase(LinearLayer):
+class FusedBase(LinearLayer):
     """A linear layer without an adapter."""
 
     product: Product
@@ -415,30 +415,10 @@ class _FusedBase(LinearLayer):
         return super().forward(x) if settings is None else output_of(self, x, settings)
 
 
-class FusedLora(_FusedLora, peft_bnb.Linear4bit):
-    """A layer in NF4."""
+def mixed(mixin: type, *kinds: type) -> dict[type, type]:
+    """{layer class: its subclass with the mixin before it}."""
+    return {kind: type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {}) for kind in kinds}
 
 
-class FusedPlainLora(_FusedLora, peft_layer.Linear):
-    """A layer in FP8 or unquantized."""
-
-
-class FusedBase(_FusedBase, bnb.nn.Linear4bit):
-    """A layer in NF4."""
-
-
-class FusedFp8(_FusedBase, Fp8Linear):
-    """A layer in FP8."""
-
-
-class FusedPlain(_FusedBase, torch.nn.Linear):
-    """An unquantized layer."""
-
-
-CLASSES = {
-    peft_bnb.Linear4bit: FusedLora,
-    peft_layer.Linear: FusedPlainLora,
-    bnb.nn.Linear4bit: FusedBase,
-    Fp8Linear: FusedFp8,
-    torch.nn.Linear: FusedPlain,
-}
+CLASSES = mixed(FusedLora, peft_bnb.Linear4bit, peft_layer.Linear)
+CLASSES |= mixed(FusedBase, bnb.nn.Linear4bit, Fp8Linear, torch.nn.Linear)

@@ -22,7 +22,7 @@ adapters, a base that is split over processes.
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import bitsandbytes as bnb
 import torch
@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.formats import FP8_CAPABILITY, QuantFormat, check_shapes, fitted
 from kit.policy import fused_linear
-from kit.policy.fused_linear import Group, Settings, Waiting
+from kit.policy.fused_linear import Group, LinearLayer, Settings, Waiting
 from kit.policy.recompute import base_product, is_answered
 from kit.weights import stored_weight
 from kit.weights.fp8 import Fp8Linear
@@ -260,13 +260,7 @@ def _rows(kept: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
     return kept[0].reshape(-1, kept[0].shape[-1]).to(dtype)
 
 
-if TYPE_CHECKING:  # the methods and attributes of the layer that it stands before
-    LinearLayer: TypeAlias = peft_layer.Linear
-else:
-    LinearLayer = object
-
-
-class _Quantized(LinearLayer):
+class Quantized(LinearLayer):
     """Mixin before a layer's own class: its products are quantized, except within `quantizers_off`."""
 
     product: Product
@@ -290,33 +284,9 @@ class _Quantized(LinearLayer):
         return fused_linear.output_of(self, x, self.settings(x))
 
 
-class QuantizedLora4bit(_Quantized, peft_bnb.Linear4bit):
-    """An NF4 layer with an adapter."""
-
-
-class QuantizedLora(_Quantized, peft_layer.Linear):
-    """A layer with an adapter whose base is unquantized or in FP8."""
-
-
-class QuantizedFp8(_Quantized, Fp8Linear):
-    """An FP8 layer without an adapter."""
-
-
-class Quantized4bit(_Quantized, bnb.nn.Linear4bit):
-    """An NF4 layer without an adapter."""
-
-
-class QuantizedLinear(_Quantized, torch.nn.Linear):
-    """An unquantized layer without an adapter."""
-
-
-CLASSES = {
-    peft_bnb.Linear4bit: QuantizedLora4bit,
-    peft_layer.Linear: QuantizedLora,
-    bnb.nn.Linear4bit: Quantized4bit,
-    Fp8Linear: QuantizedFp8,
-    torch.nn.Linear: QuantizedLinear,
-}
+CLASSES = fused_linear.mixed(
+    Quantized, peft_bnb.Linear4bit, peft_layer.Linear, bnb.nn.Linear4bit, Fp8Linear, torch.nn.Linear
+)
 
 
 def use_quantized_linears(model: torch.nn.Module, fmt: QuantFormat) -> int:
@@ -344,7 +314,7 @@ def use_quantized_linears(model: torch.nn.Module, fmt: QuantFormat) -> int:
 def quantized_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Layers that `use_quantized_linears` changes or has changed, by their name in `model`; the peft layer if there is
     an adapter."""
-    found = {name: one for name, one in model.named_modules() if isinstance(one, _Quantized)}
+    found = {name: one for name, one in model.named_modules() if isinstance(one, Quantized)}
     if found:
         return found
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -370,7 +340,7 @@ def _shape(module: torch.nn.Module) -> tuple[int, int]:
 
 def _make_groups(model: torch.nn.Module) -> None:
     waiting = Waiting()
-    for members in fused_linear.same_input(model, (_Quantized,)):
+    for members in fused_linear.same_input(model, (Quantized,)):
         products, group = [member.product for member in members], Group(members, waiting)
         for product in products:
             product.group, product.fused = group, products
@@ -378,7 +348,7 @@ def _make_groups(model: torch.nn.Module) -> None:
 
 def quantizers_of(model: torch.nn.Module) -> Quantizers | None:
     """Shared state of the quantized layers of `model`; None if it has none."""
-    return next((one.product.quantizers for one in model.modules() if isinstance(one, _Quantized)), None)
+    return next((one.product.quantizers for one in model.modules() if isinstance(one, Quantized)), None)
 
 
 @contextlib.contextmanager

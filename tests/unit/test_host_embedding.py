@@ -19,8 +19,12 @@ from kit.policy.host_embedding import HostEmbedding, keep_embedding_on_host
 from kit.policy.load import check_base_unchanged
 from kit.weights.frozen_base import hash_base
 from tests.conftest import CONFIG
+from tests.unit.test_plan_activations import (
+    as_peft_on_a_gpu,  # noqa: F401
+    nf4_policy,
+    shape,
+)
 from tests.unit.test_plan_activations import config as layer_config
-from tests.unit.test_plan_activations import nf4_policy, shape
 from tests.unit.test_plan_memory import config as plan_config
 
 GIB = 2**30
@@ -31,12 +35,6 @@ def policy(recompute: str = "none") -> Any:
     return nf4_policy(shape(2), layer_config("all-linear", recompute))
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    asked = torch.is_autocast_enabled
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: asked(*device) if device else True)
-
-
 def losses_and_gradients(model: Any) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 200, (2, 64), generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -45,8 +43,9 @@ def losses_and_gradients(model: Any) -> dict[str, torch.Tensor]:
     return {"losses": losses} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.usefixtures("as_peft_on_a_gpu")
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_losses_and_gradients_are_the_same_bit_for_bit(recompute, as_on_a_gpu):
+def test_losses_and_gradients_are_the_same_bit_for_bit(recompute):
     plain = losses_and_gradients(policy(recompute))
     model = policy(recompute)
     keep_embedding_on_host(model.get_base_model())

@@ -18,7 +18,7 @@ from kit.policy.kept_weights import keeping_weights, room_for
 from kit.policy.quantized_linear import use_quantized_linears
 from kit.weights.frozen_base import hash_base, load_nf4
 from merge.verify import compute_in
-from tests.unit.test_linear import CONFIG
+from tests.unit.test_fused_linear import CONFIG
 
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10], [2, 11, 12, 13]])
 

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from kit.policy.fused_linear import FusedLora
 from kit.policy.recompute_offload import HostInputs
 from kit.train import step as step_part
-from tests.unit.test_kernels import liger  # noqa: F401
+from tests.unit.test_liger import liger  # noqa: F401
 from tests.unit.test_update import PACKED, build, set_loss, update  # noqa: F401
 
 LAYERS = 2

@@ -119,12 +119,16 @@ def config(targets: Any, recompute: str = "full", fraction: float = 1.0) -> Any:
     return config_from_dict(groups)
 
 
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
+@pytest.fixture
+def as_peft_on_a_gpu(monkeypatch):
     # peft asks about the GPU's autocast and would convert its inputs to float32 under the CPU's. Who names a device is
     # told the truth: autocast itself asks, to put back what was before.
     asked = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: asked(*device) if device else True)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(as_peft_on_a_gpu, monkeypatch):
     # Small tiles, so that the layers are the peak.
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 64)
     monkeypatch.setattr("trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE", 64)

@@ -55,11 +55,6 @@ def test_updates_measured_before_the_plan_are_within_ten_percent(gib, prompt, co
     assert update_gib(padded=padded, **keys) == pytest.approx(gib, rel=LIMIT)
 
 
-def test_nf4_takes_4_127_bits_a_weight_and_4_5_without_double_quantization():
-    assert 8 * memory.nf4_bytes(True) == pytest.approx(4.127, abs=5e-4)
-    assert 8 * memory.nf4_bytes(False) == 4.5
-
-
 def test_the_bytes_of_nf4_are_those_that_bitsandbytes_stores():
     import torch
     from bitsandbytes.functional import quantize_4bit
@@ -127,26 +122,10 @@ def test_more_of_anything_takes_more_memory_in_the_update(less, more, size):
     assert update_gib(shape_by_size(size), **less) < update_gib(shape_by_size(size), **more)
 
 
-def test_padding_and_a_second_process_take_memory():
-    assert update_gib(padded=False) < update_gib(padded=True)
-    one, two = (memory.update_parts(SHAPE, config(), H200, processes=n) for n in (1, 2))
-    assert memory.allocated(one) < memory.allocated(two)
-
-
 def test_a_pass_without_gradients_takes_less_than_the_update():
     for size in ("0.6b", "8b", "32b"):
         found = memory.trainer_phases(shape_by_size(size), config(), H200)
         assert memory.allocated(found["log-probs"]) < memory.allocated(found["update"])
-
-
-def test_generating_in_the_trainers_process_takes_its_kv_cache():
-    few, many = (
-        memory.allocated(memory.generation_parts(SHAPE, config(train__gradient_accumulation_steps=n), H200))
-        for n in (8, 32)
-    )
-    cache = 24 * 8 * (512 + 256) * memory.kv_token_bytes(SHAPE, 2) / memory.GIB
-    assert many - few >= cache
-    assert memory.kv_token_bytes(SHAPE, 2) == 147456
 
 
 @pytest.mark.parametrize(
@@ -176,14 +155,6 @@ def test_without_a_size_the_kv_cache_fills_the_servers_share_of_the_card():
 
 def test_an_fp8_kv_cache_holds_twice_the_sequences():
     assert memory.sequence_gib(SHAPE, config()) == 2 * memory.sequence_gib(SHAPE, config(server__kv_cache="fp8"))
-
-
-def test_low_is_below_expected_and_expected_below_high():
-    for parts in memory.trainer_phases(SHAPE, config(), H200).values():
-        one = memory.process_memory(parts, H200)
-        assert memory.allocated(parts) < one.low < one.expected < one.high
-    one = memory.server_memory({"weights": 10.0}, config(server__kv_cache_gib=1.0))
-    assert one.low < one.expected < one.high
 
 
 def test_full_precision_needs_more():
@@ -257,15 +228,6 @@ def test_trainer_and_server_on_one_card_are_within_ten_percent():
     assert one_card(server__sleep=False) == pytest.approx(26.3, rel=LIMIT)
 
 
-def test_more_work_takes_longer():
-    assert cost.update_seconds(SHAPE, config(), H200, 64) < cost.update_seconds(SHAPE, config(), H200, 128)
-    slow, fast = config(train__beta=0.01), config(train__beta=0.0)
-    assert cost.update_seconds(SHAPE, fast, H200, 64) < cost.update_seconds(SHAPE, slow, H200, 64)
-    kept = config(train__recompute="none")
-    assert cost.update_seconds(SHAPE, kept, H200, 64) < cost.update_seconds(SHAPE, slow, H200, 64)
-    assert cost.update_seconds(SHAPE, slow, H200, 64) < cost.update_seconds(SHAPE, slow, CARDS["l4"], 64)
-
-
 SELECTIVE = {"train__recompute": "selective", "train__micro_batch_tokens": 8192, "model__dtype": "bfloat16"}
 
 
@@ -286,17 +248,6 @@ def test_switches_of_a_faster_step_take_less_time(fast, slow):
     keys = {"rollout__max_completion_length": 1024, "rollout__backend": "server"}
     faster, slower = (cost.update_seconds(SHAPE, config(**keys, **one), H200, 64) for one in (fast, slow))
     assert faster < 0.995 * slower
-
-
-def test_packs_without_shared_prompts_count_what_rows_count():
-    rows, packs = (
-        cost.forwards(SHAPE, config(**keys), 64)
-        for keys in ({}, {"train__micro_batch_tokens": 8 * 768, "train__share_prompts": False})
-    )
-    assert rows == packs
-    shared = cost.forwards(SHAPE, config(train__micro_batch_tokens=8 * 768), 64)
-    assert shared.count * shared.tokens == pytest.approx(64 * 256 + 8 * 512)
-    assert shared.count * shared.scored == pytest.approx(64 * 256)
 
 
 def test_with_overlap_a_step_takes_the_longer_of_rollout_and_update():

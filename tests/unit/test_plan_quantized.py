@@ -19,7 +19,7 @@ from kit.plan.report import counted, summary
 from kit.plan.shapes import shape_by_size
 from kit.policy import kept_weights, quantized_linear
 from kit.weights import quantize, stored_weight
-from tests.unit.test_plan_activations import as_on_a_gpu  # noqa: F401
+from tests.unit.test_plan_activations import as_on_a_gpu, as_peft_on_a_gpu  # noqa: F401
 from tests.unit.test_plan_memory import SHAPE, config
 
 H200, A100 = CARDS["h200"], CARDS["a100-80g"]

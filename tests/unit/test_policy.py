@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from kit.core.config.load import load_config
-from kit.core.errors import BadInput, CheckFailed
+from kit.core.errors import BadInput
 from kit.core.run_directory import read_json, read_manifest, write_manifest
-from kit.policy.load import check_base, check_base_unchanged, check_init_adapter, load_policy_base, load_tokenizer
+from kit.policy.load import check_base, load_policy_base, load_tokenizer
 from kit.weights.frozen_base import disable_cpu_repacking, hash_base, hash_pairs, hash_tensor, load_frozen, load_nf4
 
 ROOT = Path(__file__).parents[2]
@@ -32,24 +32,8 @@ def linears(model) -> list:
     return [module for module in model.modules() if isinstance(module, Linear4bit)]
 
 
-def flip_packed(model) -> str:
+def flip_packed(model) -> None:
     linears(model)[3].weight.data.view(torch.uint8)[17, 0] ^= 1
-    return "o_proj"
-
-
-def flip_scale(model) -> str:
-    linears(model)[5].weight.quant_state.absmax[0] ^= 1
-    return "up_proj"
-
-
-def flip_norm(model) -> str:
-    model.model.norm.weight.data.view(torch.int32)[3] ^= 1 << 16
-    return "norm"
-
-
-def flip_embedding(model) -> str:
-    model.model.embed_tokens.weight.data.view(torch.int32)[7, 3] ^= 1 << 16
-    return "embed_tokens"
 
 
 def test_the_base_hashes_after_a_run_to_what_it_was_before(tiny_run, learning_model_dir):
@@ -57,18 +41,6 @@ def test_the_base_hashes_after_a_run_to_what_it_was_before(tiny_run, learning_mo
     assert f"base unchanged ({facts['hash'][:12]})" in (tiny_run.path / "stdout.txt").read_text()
     assert hash_base(load_nf4(learning_model_dir, dtype="float32", device="cpu"))["hash"] == facts["hash"]
     assert len(facts["quantized"]) == LINEARS and facts["model"] == str(learning_model_dir)
-
-
-@pytest.mark.parametrize("flip", [flip_packed, flip_scale, flip_norm, flip_embedding])
-def test_one_flipped_bit_of_the_base_fails_the_check_and_names_the_tensor(learning_model_dir, flip):
-    model = load_nf4(learning_model_dir, dtype="float32", device="cpu")
-    facts = hash_base(model)
-    check_base_unchanged(model, facts)
-    name = flip(model)
-    with pytest.raises(CheckFailed, match=rf"the frozen base changed during training: 1 of \d+ tensors.*{name}"):
-        check_base_unchanged(model, facts)
-    flip(model)
-    check_base_unchanged(model, facts)
 
 
 def test_a_base_that_changes_during_training_ends_the_run_with_exit_code_1(
@@ -368,10 +340,6 @@ def test_a_tokenizer_without_a_stop_token_is_refused(tmp_path, tiny_model_dir):
     (folder / "tokenizer_config.json").write_text(json.dumps(facts))
     with pytest.raises(BadInput, match="has no stop token"):
         load_tokenizer(load_config(CONFIG, ["--model.path", str(folder)]))
-
-
-def test_no_adapter_to_start_from_needs_no_check():
-    check_init_adapter(load_config(CONFIG), "00")
 
 
 def test_a_mixture_of_experts_is_refused_before_anything_is_trained_that_merge_cannot_take(tiny_model_dir, tmp_path):

@@ -168,10 +168,14 @@ def test_another_base_than_the_runs_or_the_adapters_is_refused_and_nothing_is_wr
 def test_one_changed_bit_of_any_tensor_of_the_base_is_found_after_training(base):
     facts = policy.hash_base(base)
     policy.check_base_unchanged(base, facts)
-    for name, parameter in base.named_parameters():
-        content = parameter.data.view(torch.uint8).flatten()
+    tensors = {name: one.data for name, one in base.named_parameters()}
+    tensors |= {f"{name}.absmax": one.quant_state.absmax for name, one in base.named_parameters() if "_proj" in name}
+    for name, tensor in tensors.items():
+        content = tensor.view(torch.uint8).flatten()
         content[-1] ^= 1
-        with pytest.raises(CheckFailed, match=rf"1 of {len(facts['tensors'])} tensors.*{name}"):
+        with pytest.raises(
+            CheckFailed, match=rf"1 of {len(facts['tensors'])} tensors.*{name.removesuffix('.absmax')}"
+        ):
             policy.check_base_unchanged(base, facts)
         content[-1] ^= 1
     policy.check_base_unchanged(base, facts)

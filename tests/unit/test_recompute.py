@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kit.core.config.load import config_from_dict
 from kit.core.config.recompute_rules import faults, recomputed_layers
 from kit.core.errors import BadInput
 from kit.plan import cost, memory
@@ -21,17 +20,13 @@ from kit.plan.shapes import shape_by_size
 from kit.plan.sizes import with_keys
 from kit.policy.recompute import _First, use_recompute
 from kit.policy.recompute_offload import HostInputs
+from tests.unit.test_plan_activations import as_peft_on_a_gpu, follow, nf4_policy, shape  # noqa: F401
 from tests.unit.test_plan_activations import config as layer_config
-from tests.unit.test_plan_activations import follow, nf4_policy, shape
+from tests.unit.test_plan_memory import config
 
 WIDE = {"hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 2, "head_dim": 64}
 TOKENS = 64
-
-
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
-    asked = torch.is_autocast_enabled
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: asked(*device) if device else True)
+pytestmark = pytest.mark.usefixtures("as_peft_on_a_gpu")
 
 
 class Operations(TorchDispatchMode):
@@ -234,14 +229,6 @@ def test_what_is_kept_must_not_be_changed_by_others():
         score(model)
 
 
-def config(**keys: Any) -> Any:
-    values: dict = {"run": {"name": "x"}, "model": {"id": "x"}, "train": {"max_steps": 1}}
-    for key, value in keys.items():
-        group, _, name = key.partition("__")
-        values.setdefault(group, {})[name] = value
-    return config_from_dict(values)
-
-
 @pytest.mark.parametrize(
     ("keys", "splits", "said"),
     [
@@ -322,28 +309,6 @@ def test_auto_takes_the_fastest_whose_high_figure_fits(card, gib, wanted):
     assert high(mode, fraction) <= (gib or card.gib)
     for other in (("none", 1.0), ("selective", 0.5), ("selective", 1.0), ("full", 0.25), ("full", 0.5), ("full", 1.0)):
         assert high(*other) > (gib or card.gib) or seconds(*other) >= seconds(mode, fraction), other
-
-
-def test_auto_leaves_room_for_the_replicas_of_its_card_and_is_the_same_in_every_process(monkeypatch):
-    made, shape, card = config(**EIGHT, server__kv_cache_gib=40.0), shape_by_size("8b"), CARDS["h200"]
-
-    def costs(mode, fraction):
-        """GiB that the update takes, and its seconds."""
-        taken = set_recompute(made, mode, fraction)
-        parts = memory.update_parts(shape, taken, card, 2)
-        return memory.process_memory(parts, card, 2).high, cost.update_seconds(shape, taken, card, 8)
-
-    found = [least(shape, made, card, 2, replicas) for replicas in (0, 1, 2)]
-    assert found[0] == ("none", 1.0)
-    high, seconds = zip(*(costs(*one) for one in found), strict=True)
-    assert high[0] > high[1] > high[2], "every replica beside the trainer leaves less room"
-    assert seconds[0] < seconds[1] < seconds[2], "so more is computed again"
-    server = memory.server_memory(memory.server_parts(shape, made, card), made).high
-    assert high[0] > card.gib - server >= high[1]
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        assert least(shape, made, card, 2, 1) == found[1]
 
 
 def test_auto_is_resolved_in_the_configuration_and_said(monkeypatch):

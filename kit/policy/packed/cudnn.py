@@ -174,20 +174,18 @@ class _Graph:
 
     def given(self, name: int) -> "cudnn.tensor":
         """Input tensor (N, heads, positions, width), with all heads of a position adjacent in memory."""
-        heads, length, width, offsets = self.shapes[name]
-        made = self.graph.tensor(
-            dim=[self.bucket.sequences, heads, length, width],
-            stride=[length * heads * width, width, heads * width, 1],
-            data_type=self.types.FLOAT if name == LSE else self.io,
-        )
-        return made.set_uid(name).set_ragged_offset(self.offsets[offsets])
+        dim, stride, kind, offsets = self._layout(name)
+        return self.graph.tensor(dim=dim, stride=stride, data_type=kind).set_uid(name).set_ragged_offset(offsets)
 
     def answer(self, made: "cudnn.tensor", name: int) -> None:
+        dim, stride, kind, offsets = self._layout(name)
+        made.set_uid(name).set_output(True).set_data_type(kind)
+        made.set_dim(dim).set_stride(stride).set_ragged_offset(offsets)
+
+    def _layout(self, name: int) -> tuple[list[int], list[int], "cudnn.data_type", "cudnn.tensor"]:
         heads, length, width, offsets = self.shapes[name]
-        made.set_uid(name).set_output(True).set_data_type(self.types.FLOAT if name == LSE else self.io)
-        made.set_dim([self.bucket.sequences, heads, length, width])
-        made.set_stride([length * heads * width, width, heads * width, 1])
-        made.set_ragged_offset(self.offsets[offsets])
+        dim, stride = [self.bucket.sequences, heads, length, width], [length * heads * width, width, heads * width, 1]
+        return dim, stride, self.types.FLOAT if name == LSE else self.io, self.offsets[offsets]
 
     def options(self) -> "dict[str, float | bool | cudnn.tensor]":
         return {

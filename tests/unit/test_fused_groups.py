@@ -16,7 +16,8 @@ from kit.policy import fused_linear
 from kit.policy.fused_linear import use_fused_linears
 from kit.weights import fp8, stored_weight
 from kit.weights.frozen_base import dequantize
-from tests.unit.test_linear import add_adapter, factors, fp8_rows, make_layer, relative
+from tests.unit.test_fused_linear import add_adapter, factors, fp8_rows, make_layer, relative
+from tests.unit.test_plan_activations import as_peft_on_a_gpu  # noqa: F401
 from tests.unit.test_recompute import policy, score
 
 OUTPUTS = {"q_proj": 96, "k_proj": 32, "v_proj": 64}
@@ -254,14 +255,12 @@ class Names(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("as_peft_on_a_gpu")
 @pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_the_operator_that_adds_the_adapters_part_is_recomputed_and_skipped_as_addmm_is(
     recompute, adapter, monkeypatch
 ):
-    # Who names a device is told the truth: autocast itself asks, to put back what was before.
-    asked = torch.is_autocast_enabled
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: asked(*device) if device else True)
     monkeypatch.setattr(fused_linear, "LARGE", 0)
     found = []
     for mode in ("none", recompute):

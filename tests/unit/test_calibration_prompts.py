@@ -7,7 +7,7 @@ import pytest
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.data.calibration_prompts import calibration_prompts
-from tests.unit.test_linear import CONFIG
+from tests.unit.test_fused_linear import CONFIG
 
 LONG = "A farmer has 12 hens and 3 dogs; how many legs do they have all together?"
 HELD_OUT = ("4 + 5 = ?", LONG)
