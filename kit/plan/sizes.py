@@ -30,9 +30,11 @@ def is_flex(config: Config) -> bool:
 
 
 def with_keys(config: Config, keys: Keys) -> Config:
-    """A copy of the configuration with `group.key` set to each value."""
-    made = copy.deepcopy(config)
+    """A copy of the configuration with `group.key` set to each value; groups that do not change are shared."""
+    made = copy.copy(config)
     for key, value in keys.items():
         group, _, name = key.partition(".")
+        if getattr(made, group) is getattr(config, group):
+            setattr(made, group, copy.copy(getattr(config, group)))
         setattr(getattr(made, group), name, value)
     return made

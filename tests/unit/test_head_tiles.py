@@ -1,8 +1,5 @@
 """TRL's log-prob head on a CPU in small tiles: the same numbers, less memory, and only what is scored."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -66,11 +63,9 @@ def test_a_vocabulary_of_49152_is_not_paid_for_several_times():
     assert peak_resident_gib() - before < 0.25 + 0.01 and whole > 0.2
 
 
-def test_a_gpu_keeps_trl_s_own_tiles():
-    """In a process of its own: a trainer on the CPU, made by another test, changes them for good."""
-    code = "import torch; from trl.kernels import chunked_logprob; from trl.trainer import utils\n"
-    code += "from kit.train.head_tiles import use_host_tiles\n"
-    code += "before = chunked_logprob.TOKEN_CHUNK_SIZE, utils._use_triton; use_host_tiles(torch.device('cuda'))\n"
-    code += "assert (chunked_logprob.TOKEN_CHUNK_SIZE, utils._use_triton) == before and before[0] == 4096"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_a_gpu_keeps_trl_s_own_tiles(monkeypatch):
+    before = 4096, lambda *_: True
+    monkeypatch.setattr(chunked_logprob, "TOKEN_CHUNK_SIZE", before[0])
+    monkeypatch.setattr(utils, "_use_triton", before[1])
+    use_host_tiles(torch.device("cuda"))
+    assert (chunked_logprob.TOKEN_CHUNK_SIZE, utils._use_triton) == before
