@@ -47,7 +47,9 @@ test: lint
 test-rest: $(STAMP)
 	$(PYTEST) tests/chaos tests/smoke $(PYTEST_ARGS)
 
-test-all: test test-rest
+# One session: models, runs and imports are shared, and the unit tests fill the cores while servers are waited for.
+test-all: lint
+	$(PYTEST) tests/chaos tests/smoke tests/unit $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

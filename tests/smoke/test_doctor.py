@@ -2,17 +2,15 @@
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from launch.doctor import CHECKS
+from tests import processes
 
 # 19 s on two cores that do nothing else.
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 # What depends on the kit and its environment; the others say something about the machine.
 OURS = ("python", "packages", "conflicts", "config", "hub", "model", "torch", "imports", "bitsandbytes", "nccl")
 OURS += ("vllm",)
@@ -21,10 +19,8 @@ OURS += ("vllm",)
 def test_every_check_of_a_small_run_answers_and_what_the_kit_brings_works(tiny_model_dir, tmp_path):
     keys = [f"--model.path={tiny_model_dir}", f"--data.path={tiny_model_dir}", f"--run.output_dir={tmp_path / 'run'}"]
     command = [sys.executable, "-m", "launch.doctor", "--config", "recipes/configs/grpo-tiny-nf4-cpu.yaml", *keys]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "0"}
-    done = subprocess.run(
-        [*command, "--json", "--logs", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "0"}
+    done = processes.run([*command, "--json", "--logs", str(tmp_path)], env=environment)
     answer = json.loads(done.stdout)
     rows = answer["checks"]
     assert list(dict.fromkeys(row["name"] for row in rows)) == list(CHECKS), done.stdout

@@ -30,7 +30,7 @@ from tests.unit.test_eval_server import Stub, choice, completion
 QUANTIZED = "w4a16" if torch.cpu._is_avx512_supported() else "fp8"
 # Without an argument it opens a thought; with `enable_thinking: false` it is the run's own template.
 THINKS = CHAT_TEMPLATE + "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+ENVIRONMENT = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def evaluate(*arguments: object) -> int:

@@ -8,7 +8,6 @@ whole matrix is known exactly.
 import errno
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,16 +18,14 @@ import pytest
 from eval import page
 from kit.core.run_directory import MANIFEST, RunDir, publish, read_json, read_manifest, write_json, write_manifest
 from tests import processes, sandbox
+from tests.conftest import ROOT
 from tests.unit.merge_fixture import byte_tokenizer
 
-ROOT = Path(__file__).parents[2]
 SEVENS, EIGHTS, OTHERS = 10, 22, 8  # held-out problems by answer
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess:
-    return processes.run(
-        [sys.executable, "-m", *map(str, arguments)], env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    )
+    return processes.run([sys.executable, "-m", *map(str, arguments)])
 
 
 def make_model(folder: Path) -> None:

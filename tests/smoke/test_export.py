@@ -11,8 +11,8 @@ from launch.export.check import PYTHON
 from launch.export.files import write
 from launch.export.translate import Cluster, translate
 from tests import processes, sandbox
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 # How each configuration's data looks, and the cluster it is exported to.
 RUNS = {
     "grpo-tiny-nf4-cpu": ({"question": "1 + 1?", "answer": "2"}, Cluster(1, 8), []),

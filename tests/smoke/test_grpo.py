@@ -7,9 +7,7 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from kit.core.run_directory import RunDir, read_json, write_manifest
 from kit.train.mismatch import KEYS as MISMATCH
 from tests import processes
 
-ROOT = Path(__file__).parents[2]
 KEYS = {
     *("step", "total_steps", "time", "loss", "reward", "reward_std", "rewards", "zero_spread_fraction", "kl"),
     *("entropy", "clip_fraction", "truncated_fraction", "completion_length", "masked_fraction", "grad_norm"),
@@ -103,7 +100,7 @@ def test_the_configuration_on_disk_says_how_the_run_was_made(tiny_run):
 def test_a_typo_is_refused_with_exit_code_2_before_anything_heavy_is_imported(file):
     command = [sys.executable, "-X", "importtime", file, "--config"]
     command += ["recipes/configs/grpo-tiny-nf4-cpu.yaml", "--train.bta", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = processes.run(command)
     assert done.returncode == 2
     assert "unknown key train.bta. Did you mean train.beta?" in done.stderr
     assert "Traceback" not in done.stderr and "kit.core.config.load" in done.stderr

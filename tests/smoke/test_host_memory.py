@@ -1,11 +1,11 @@
 """The plan's memory of a CPU process beside what a real run takes."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import processes
+from tests.conftest import ROOT
+
 # Allowed share of the measured peak. The peak varies: how much glibc leaves unused between activations depends on
 # their sizes and on threads. The plan was 1.00, 1.02, 1.25 and 1.34 times what four runs of this test took.
 ALLOWED = 0.4
@@ -15,7 +15,7 @@ def test_a_run_s_peak_is_what_the_plan_says(recipe_arguments, learning_model_dir
     keys = {"train.max_steps": 1, "train.per_device_train_batch_size": 512, "train.recompute": "none"}
     arguments = recipe_arguments(learning_model_dir, tmp_path / "unused", keys)
     script = [sys.executable, str(ROOT / "tests" / "evidence" / "host_memory.py"), "--sides", "after", "--json"]
-    done = subprocess.run([*script, *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = processes.run([*script, *arguments])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     measured, plan = found["measured"]["after"], found["plan"]

@@ -21,10 +21,10 @@ from kit.rollout.server.adapter_check import checkpoint_shapes
 from launch.replicas import members
 from merge.export import main as merge_base
 from tests import processes
+from tests.conftest import ROOT
 
 # The first test of each way waits for its server: 45 s on two cores, minutes on busy ones.
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 KEY = "a-key-of-this-test"
 RANK = 8
 BLOCK = 32  # tokens of a block of the KV cache, the smallest on a CPU
@@ -116,7 +116,7 @@ def started(request, base, tiny_model_dir, tmp_path_factory):
         "recipes/configs/grpo-tiny-nf4-cpu.yaml",
         *(f"--{key}={value}" for key, value in keys.items()),
     ]
-    environment = {**os.environ, "VLLM_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "VLLM_API_KEY": KEY}
     said = folder / "said.txt"
     command = [sys.executable, "-m", "launch.server", *arguments]
     with open(said, "w") as file:

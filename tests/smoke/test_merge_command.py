@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_manifest, write_manifest
 from kit.weights import shards
 from merge.__main__ import main
+from tests import processes
 from tests.unit.merge_fixture import (
     alter_adapter,
     make_model,
@@ -23,13 +23,9 @@ from tests.unit.merge_fixture import (
     shared_run,
 )
 
-ROOT = Path(__file__).parents[2]
-
 
 def merge(*arguments) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "merge", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return processes.run([sys.executable, "-m", "merge", *map(str, arguments)])
 
 
 def copy_of_run(folder: Path) -> RunDir:

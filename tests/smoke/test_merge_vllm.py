@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,11 +15,11 @@ from merge.calibrated import calibration_set, write_awq
 from merge.command import AWQ_PYTHON
 from merge.quantize import quantize_checkpoint
 from merge.verify import load_for_scoring, log_probs
-from tests import sandbox
+from tests import processes, sandbox
+from tests.conftest import ROOT
 from tests.unit.merge_fixture import read_all
 from tests.unit.test_merge_quantize import PEAK, STATIC, merged_run, wide_run
 
-ROOT = Path(__file__).parents[2]
 # Mean |Δlogp|. Random weights amplify the FP8 rounding of the activations, which falls differently after BF16 kernels;
 # a wrong scale or a transposed weight gives a mean above 1. INT4 has no such rounding.
 BOUND = {"fp8": 0.15, "fp8_block": 0.15, "fp8_static": 0.15, "w4a16": 0.05, "awq": 0.05}
@@ -77,9 +76,8 @@ def served(tmp_path_factory) -> Path:
             quantize_checkpoint(merged, folder / name, name, base, updates, lambda _: None, input_peaks=peaks)
     (folder / "prompts.json").write_text(json.dumps([list(range(3, 60)), list(range(200, 120, -1))]))
     command = [sys.executable, "-c", SERVE, folder / "prompts.json", *(folder / name for name in names)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = processes.run(list(map(str, command)), env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

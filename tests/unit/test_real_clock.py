@@ -17,7 +17,7 @@ from servers import Child, Failed
 from workload import CONFIG, ROOT
 
 from kit.core.config.load import load_config
-from kit.core.errors import BadInput
+from kit.core.errors import BadInput, run_command
 from kit.core.run_directory import RunDir
 from tests.processes import run, wait_until
 from tests.unit.metric_rows import make_run, rows_of
@@ -78,10 +78,12 @@ def test_the_table_and_the_picture_of_earlier_calls_are_made_anew(tmp_path):
         (["--sides"], "there is nothing to show"),
     ],
 )
-def test_bad_input_is_one_sentence_before_a_run_starts(tmp_path, words, said):
-    command = [sys.executable, SCRIPT, "--config", ROOT / CONFIG, "--device", "cpu", "--out", tmp_path / "x.json"]
-    done = run([*command, "--model.path", tmp_path, *words])
-    assert done.returncode == 2 and said in done.stderr, done.stderr
+def test_bad_input_is_one_sentence_before_a_run_starts(tmp_path, monkeypatch, capsys, words, said):
+    options = ["--config", ROOT / CONFIG, "--device", "cpu", "--out", tmp_path / "x.json", "--model.path", tmp_path]
+    monkeypatch.setattr(sys, "argv", ["real_clock.py", *map(str, options), *words])
+    with pytest.raises(SystemExit) as ended:
+        run_command(real_clock.main)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
 
