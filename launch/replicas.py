@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from kit.core.errors import CheckFailed
-from kit.rollout.replica import Replica, ReplicaError
 from launch.vllm_command import Plan
 
 POLL_S = 0.5
@@ -153,6 +152,8 @@ class Replicas:
 
 def _ask(plan: Plan, limit_s: float) -> tuple[dict | None, str]:
     """(answer, "") from /v1/rollout/info, or (None, why there is none yet); `CheckFailed` if there never will be."""
+    from kit.rollout.replica import Replica, ReplicaError  # numpy and requests, which no --help waits for
+
     host = f"[{plan.host}]" if ":" in plan.host else plan.host
     # A wildcard address is queried through loopback.
     here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)

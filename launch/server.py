@@ -23,7 +23,6 @@ from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, command_parser, run_command
 from kit.core.run_directory import base_directory, read_json, write_json
-from launch.replica_canary import check_replicas
 from launch.replicas import Replicas, Stopped, started_at, stop_groups
 from launch.vllm_command import Installed, Plan, check_base, check_ports, gpu_gib, installed_vllm, plans, visible_gpus
 
@@ -44,6 +43,8 @@ def main() -> int:
     if action == "stop":
         return stop(config)
     if action == "canary":
+        from launch.replica_canary import check_replicas
+
         return check_replicas(config)
     return start(config, flags, overrides)
 

@@ -21,7 +21,6 @@ from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.limits import FOLD_GIB, FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM
 from kit.core.run_directory import RunDir, base_directory, read_json, read_manifest, stored_as
-from kit.rollout.replica import is_loopback, is_tested_vllm, log_name
 from kit.rollout.server.base_copy import copy_bytes, has_copy
 from kit.rollout.server.quantized_fold import QUANT_CFG
 from kit.rollout.server.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE
@@ -144,6 +143,8 @@ def words(options: Options) -> list[str]:
 
 def installed_vllm() -> Installed:
     """The installed vLLM, without importing it; `BadInput` if it is missing or not a tested version."""
+    from kit.rollout.replica import is_tested_vllm
+
     names = metadata.packages_distributions().get("vllm") or []
     if not names:
         raise BadInput(f"vllm is not installed for {sys.executable}. Install the kit's requirements (make install).")
@@ -224,6 +225,8 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: flo
 
     `gpus` are those visible to CUDA and `card_gib` is the memory of one; None if unknown.
     """
+    from kit.rollout.replica import log_name
+
     formats = [*format_names.faults(config), *format_rules.faults(config)]
     faults = [*formats, *_unservable(config, vllm), *_flags(config)]
     memory = _memory(config, vllm, card_gib, faults)
@@ -392,6 +395,8 @@ def _flags(config: Config) -> list[str]:
 
 def _places(config: Config, faults: list[str]) -> list[tuple[str, str, int]]:
     """(URL, address to bind, port) per replica; what is wrong with the URLs is added to `faults`."""
+    from kit.rollout.replica import is_loopback
+
     places: list[tuple[str, str, int]] = []
     if not config.rollout.server_urls:
         faults.append("rollout.server_urls is empty. Name one URL per replica, e.g. http://127.0.0.1:8000.")

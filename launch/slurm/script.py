@@ -14,7 +14,7 @@ from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.run_directory import base_directory
 from kit.plan.placement import place
-from launch.vllm_command import Installed, is_loopback, plans
+from launch.vllm_command import Installed, plans
 
 # Slurm's formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
@@ -94,6 +94,8 @@ def describe(job: Job, config: Config) -> str:
 
 
 def _check_job(job: Job, config: Config) -> None:
+    from kit.rollout.replica import is_loopback
+
     found = []
     if job.nodes > 2 and job.gpus == 0:
         found.append("--gpus_per_node 0 is for one or two CPU nodes: the kit trains on one of them.")

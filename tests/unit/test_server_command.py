@@ -15,6 +15,7 @@ from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.run_directory import read_json, write_json, write_manifest
+from kit.rollout.replica import log_name
 from launch import server, vllm_command
 from launch.vllm_command import Installed, Plan, check_base, check_ports, installed_vllm, plans
 
@@ -149,9 +150,9 @@ def test_replicas_get_their_own_gpus_ports_logs_and_random_numbers(tmp_path):
 
 @pytest.mark.parametrize("url", ["http://10.0.0.7:8000", "http://node-b:8000", "http://[2001:db8::1]:8000"])
 def test_replicas_of_other_machines_write_other_logs_into_a_shared_run_directory(url):
-    assert vllm_command.log_name("http://127.0.0.1:8000") == "server-8000.log"
-    named = vllm_command.log_name(url)
-    assert named != vllm_command.log_name("http://10.0.0.8:8000") and named.endswith("-8000.log") and ":" not in named
+    assert log_name("http://127.0.0.1:8000") == "server-8000.log"
+    named = log_name(url)
+    assert named != log_name("http://10.0.0.8:8000") and named.endswith("-8000.log") and ":" not in named
 
 
 def test_a_cpu_server_gets_its_kv_cache_by_environment():
