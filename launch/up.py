@@ -27,9 +27,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kit.core.config.checks import check_config, check_run_directory
+from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.config.recipe import recipe_of
+from kit.core.config.run_checks import check_run_directory
 from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput, CheckFailed, command_parser, run_command
 from kit.core.health import alerts

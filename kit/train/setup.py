@@ -12,9 +12,10 @@ from typing import Any
 
 from kit.core import formats
 from kit.core.config.base_rules import describe_base
-from kit.core.config.checks import check_config, check_run_directory, is_main_process, uses_deepspeed, world_size
+from kit.core.config.checks import check_config, is_main_process, uses_deepspeed, world_size
 from kit.core.config.load import parse_command
 from kit.core.config.recipe import check_recipe
+from kit.core.config.run_checks import check_run_directory
 from kit.core.config.schema import Config
 from kit.core.config.shared_gpu import describe_split, split_fault
 from kit.core.errors import BadInput, CheckFailed, Interrupted

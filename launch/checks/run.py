@@ -62,7 +62,8 @@ def _halves(text: str) -> tuple[str, str]:
 @of_a_run
 def settings(machine: Machine) -> Iterator[Row]:
     """Conflicting keys, and what the run directory already holds."""
-    from kit.core.config.checks import check_config, check_run_directory
+    from kit.core.config.checks import check_config
+    from kit.core.config.run_checks import check_run_directory
 
     config, processes = machine.config, planned_processes(machine)
     with environment_of(announced(machine, processes)):

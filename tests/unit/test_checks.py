@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from kit.core.config import optimizer_rules
-from kit.core.config.checks import FREE_ON_RESUME, check_config, check_run_directory
+from kit.core.config.checks import check_config
 from kit.core.config.load import load_config, to_dict
+from kit.core.config.run_checks import FREE_ON_RESUME, check_run_directory
 from kit.core.config.schema import Config
 from kit.core.config.shared_gpu import describe_split, replicas_beside_trainer, split_fault
 from kit.core.errors import BadInput

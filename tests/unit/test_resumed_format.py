@@ -4,8 +4,8 @@ policy.quant_cfg has for it, to no fewer steps than it has made."""
 import pytest
 import yaml
 
-from kit.core.config.checks import check_run_directory
 from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED, check_recipe
+from kit.core.config.run_checks import check_run_directory
 from kit.core.errors import BadInput
 from tests.unit.test_checks import configuration, directory_refusal, run_with_checkpoint
 

@@ -1,10 +1,8 @@
-"""Checks of a configuration across keys, and of its run directory, all before any weight is loaded."""
+"""Checks of a configuration across keys, before any weight is loaded."""
 
 import math
 import os
 import re
-import shlex
-from pathlib import Path
 
 from kit.core import format_names
 from kit.core.config import (
@@ -17,26 +15,9 @@ from kit.core.config import (
     sharding_rules,
     trl_rules,
 )
-from kit.core.config.load import config_from_dict, to_dict
-from kit.core.config.recipe import check_resumed_format
 from kit.core.config.schema import Config, limit_faults
 from kit.core.errors import BadInput
 from kit.core.limits import SERVED_RANKS
-from kit.core.run_directory import RunDir, checkpoint_step, read_json
-from kit.core.run_state import END, LOCK, REPLACED, describe_overwrite, last_end, trainer_pid
-
-STARTED_BY_UP = ("check", "base", "trainer")  # each has a log of this name
-# A resumed run may change these and no others: they decide how the run executes, not what is learned.
-FREE_ON_RESUME = (
-    *("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "eval"),
-    *("rollout.server_urls", "rollout.request_timeout_s", "rollout.server_wait_s", "rollout.max_sampler_k3"),
-    *("rollout.sync", "rollout.transport", "rollout.retries", "rollout.max_in_flight", "rollout.canary_prompts"),
-    *("rollout.max_canary_delta", "rollout.keep_weights", "server", "train.max_gpu_gib", "train.gpus"),
-    *("train.recompute", "train.recompute_fraction", "train.recompute_offload"),
-    *("train.micro_batch_tokens", "train.share_prompts", "train.packed_attention", "policy.embeddings"),
-    *("reward.timeout_s", "reward.workers", "reward.max_unknown_fraction"),
-    "policy.quant_cfg",  # the name only; check_resumed_format ensures that the format is the run's
-)
 
 
 def world_size() -> int:
@@ -295,127 +276,3 @@ def _kept_weights(config: Config, sharded: str | None) -> list[str]:
             "Leave rollout.keep_weights out, or use accelerate_configs/ddp.yaml."
         ]
     return []
-
-
-def check_run_directory(config: Config, resume: bool, processes: int, overwrite: bool = False) -> RunDir:
-    """The run directory, ready to be written.
-
-    Raises `BadInput` if it holds another run (or none to resume), or if a process on this machine trains in it. A
-    directory holds a run once `base.json` exists; leftovers of a failed start, of rollout servers and of launch.up do
-    not count. With `overwrite` any run may be there: its contents are listed, and `setup.started` deletes them once
-    the new run has its base.
-    """
-    run = RunDir(config.run.directory)
-    if resume and overwrite:
-        raise BadInput("--resume continues a run and --overwrite starts it anew. Give one of them.")
-    if run.path.exists() and not run.path.is_dir():
-        raise BadInput(f"{run.path} is a file. Set run.output_dir to a directory.")
-    if is_main_process() and (pid := trainer_pid(run)) is not None:  # other ranks may get here once it trains
-        raise BadInput(
-            f"{run.path} is being trained in by process {pid}. Wait for its end, or start another run with "
-            "--run.name NAME."
-        )
-    if not run.base_file.exists():
-        _check_no_run(run, resume, overwrite)
-        run.replaces = overwrite and (run.path / REPLACED).exists()
-        return run
-    if overwrite:
-        _check_overwrite(config, run)
-        run.replaces = True
-        return run
-    if not any(run.checkpoints.glob("step-*")):
-        end = last_end(run)
-        why = f": {end.error}" if end and end.error else ", or runs on another machine now"
-        raise BadInput(
-            f"{run.path} holds a run that stopped before its first checkpoint and cannot be resumed{why.rstrip('.')}. "
-            "Start it anew with --overwrite, or another with --run.name NAME."
-        )
-    if not resume:
-        raise BadInput(
-            f"{run.path} holds a run already. Continue it with --resume, start another with --run.name NAME, or "
-            "delete this one and start anew with --overwrite."
-        )
-    before = read_json(run.config_file)
-    # A key newer than the run meant its default.
-    known = to_dict(config_from_dict(before["config"], str(run.config_file)))
-    changed = _changed_keys(known, to_dict(config))
-    steps = before["config"]["train"]["max_steps"]
-    if config.train.max_steps != steps and not config.train.lr_scheduler.startswith("constant"):
-        changed.append(f"train.max_steps was {steps}, is {config.train.max_steps}, which moves the whole schedule")
-    elif config.train.max_steps != steps and config.policy.quant_noise_start:
-        changed.append(f"train.max_steps was {steps}, is {config.train.max_steps}, which moves the noise's stages")
-    if before.get("processes", processes) != processes:
-        changed.append(f"the number of trainer processes was {before['processes']}, is {processes}")
-    if changed:
-        raise BadInput(
-            f"--resume: {run.path} was started with other settings: {'; '.join(changed[:5])}. Resume with the same "
-            "config (saving, watch, eval, server addresses and limits may change), or start another run."
-        )
-    check_resumed_format(config, run)
-    made = checkpoint_step(run.newest_checkpoint())
-    if config.train.max_steps < made:
-        raise BadInput(
-            f"--resume: {run.path} has made {made} steps, train.max_steps is {config.train.max_steps}. Raise it."
-        )
-    return run
-
-
-def _check_no_run(run: RunDir, resume: bool, overwrite: bool) -> None:
-    """Raise `BadInput` unless a run may be started in this directory, which holds none."""
-    aside = run.path / REPLACED
-    if aside.exists() and not overwrite:
-        raise BadInput(
-            f"a start with --overwrite was killed in {run.path}; the run before it lies in {aside}. Start with "
-            f"--overwrite again, or put it back: mv {shlex.quote(str(aside))}/* {run.as_argument}/"
-        )
-    if resume:
-        raise BadInput(f"--resume: {run.path} holds no started run. Leave --resume out to start one.")
-    held = next(place for place in (run.path, *run.path.absolute().parents) if place.exists())
-    if not (held.is_dir() and os.access(held, os.W_OK)):
-        raise BadInput(f"{run.path} cannot be made: {held} is no directory that may be written. Set run.output_dir.")
-    if (
-        run.path.exists()
-        and not aside.exists()
-        and not all(_is_left_before_a_run(entry) for entry in run.path.iterdir())
-    ):
-        raise BadInput(f"{run.path} exists and is not a run directory. Set run.output_dir to another place.")
-
-
-def _is_left_before_a_run(entry: Path) -> bool:
-    """Whether this may come from a failed start, or from the run's servers or launch.up, which start first."""
-    if entry.name == "logs":
-        return all(file.name.startswith(("server", *STARTED_BY_UP)) for file in entry.iterdir())
-    return entry.name in ("config.json", LOCK, END)
-
-
-def _check_overwrite(config: Config, run: RunDir) -> None:
-    """Print what `--overwrite` deletes; raise `BadInput` if the new run would start from some of it."""
-    used = {
-        "policy.init_adapter": config.policy.init_adapter,
-        "policy.quant_cfg": config.policy.quant_cfg,
-        "distill.teacher": config.distill.teacher,
-        "distill.teacher_adapter": config.distill.teacher_adapter,
-        "model.path": config.model.path,
-        "data.path": config.data.path,
-        "data.eval_path": config.data.eval_path,
-        "server.base": config.server.base,
-    }
-    own = run.path.resolve()
-    for key, value in used.items():
-        if value and Path(value).exists() and Path(value).resolve().is_relative_to(own):
-            raise BadInput(f"--overwrite would delete {value}, which {key} names. Move it elsewhere first.")
-    if is_main_process() and (told := describe_overwrite(run)):
-        print(told, flush=True)
-
-
-def _changed_keys(before: dict, after: dict, prefix: str = "") -> list[str]:
-    changed = []
-    for key in sorted(before.keys() | after.keys()):
-        name, old, new = f"{prefix}{key}", before.get(key), after.get(key)
-        if name in FREE_ON_RESUME or old == new:
-            continue
-        if isinstance(old, dict) and isinstance(new, dict) and name != "train.trl":
-            changed += _changed_keys(old, new, f"{name}.")
-        else:
-            changed.append(f"{name} was {old!r}, is {new!r}")
-    return changed
