@@ -4,13 +4,21 @@ import argparse
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kit.core.chat import arguments_of, check_template
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS
 from kit.core.run_directory import INTO, RunDir, read_manifest
 from merge.trained import find_trained
+
+if TYPE_CHECKING:
+    import torch
+
+    from kit.weights.frozen_base import BaseCheckpoint
+    from merge.calibrated import Calibration
+    from merge.merge import Factors
+    from merge.verify import Verifier
 
 POLICIES = ("base", "grpo")
 AWQ_PYTHON = Path(".venv-llmcompressor/bin/python")
@@ -46,9 +54,9 @@ class Merge:
         self.base, self.updates = self._open_base()
         self.batch = None if arguments.skip_verify else self._batch()
         self.calibration = self._calibration()
-        self._verifier: Any = None
+        self._verifier: Verifier | None = None
 
-    def _open_base(self) -> tuple[Any, dict]:
+    def _open_base(self) -> "tuple[BaseCheckpoint | None, dict[str, Factors]]":
         """Open and check the original checkpoint and the adapter's updates; (None, {}) if a dry run has no weights."""
         from kit.weights.frozen_base import BaseCheckpoint
         from merge.merge import read_adapter
@@ -175,7 +183,7 @@ class Merge:
                 "Make room, ask for fewer formats, or choose another place with --out."
             )
 
-    def _batch(self) -> list:
+    def _batch(self) -> "list[torch.Tensor]":
         from kit.weights.frozen_base import unquantized_config
         from merge.verify import fixed_batch, read_tokenizer
 
@@ -190,7 +198,7 @@ class Merge:
                 read_tokenizer(self.directory), [{"role": "user", "content": "2 + 40?"}], self.template_arguments
             )
 
-    def _calibration(self) -> Any:
+    def _calibration(self) -> "Calibration | None":
         """Calibration set for the formats that need data; None if none of them was requested."""
         if not any(FORMATS[name].needs_data and not self.has_ranges(name) for name in self.formats):
             return None
@@ -200,7 +208,7 @@ class Merge:
         options = self.arguments
         return calibration_set(self.run, read_tokenizer(self.directory), options.calib_samples, options.calib_seq_len)
 
-    def verifier(self) -> Any:
+    def verifier(self) -> "Verifier":
         """The verifier with the policies' scores, computed on first use."""
         from merge.verify import Verifier
 
@@ -209,7 +217,7 @@ class Merge:
             self._verifier = Verifier(self.run, self.adapter, self.base, self.batch)
         return self._verifier
 
-    def share_verifier(self, verifier: Any) -> None:
+    def share_verifier(self, verifier: "Verifier") -> None:
         """Use the scores of another merge's verifier, of the same run and adapter."""
         self._verifier = verifier
 

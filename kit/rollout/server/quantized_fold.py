@@ -15,11 +15,16 @@ Imports torch and vLLM inside functions.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kit.core.checkpoint_files import read_header
 from kit.core.formats import TRAINED, QuantFormat
 from kit.core.limits import FOLD_CHUNK
+
+if TYPE_CHECKING:
+    import torch
+
+    from kit.rollout.server.remerge import Linear
 
 QUANT_CFG = "quant_cfg"  # key of vLLM's additional_config, which is part of its compilation cache key
 INPUT_PEAKS = "input_peaks"  # metadata key of the adapter file that the trainer sends: {layer: largest |input|}
@@ -38,7 +43,7 @@ def format_of(vllm_config: Any) -> QuantFormat | None:
     return fmt
 
 
-def check(linears: list[Any], fmt: QuantFormat) -> None:
+def check(linears: "list[Linear]", fmt: QuantFormat) -> None:
     """`ValueError` if this worker's shards cannot have the scales of the whole weights."""
     for linear in linears:
         for part in linear.parts:
@@ -67,7 +72,7 @@ def _vllm_compares_shards() -> bool:
     return hasattr(quant_utils, "amax_for_tp_weight_quant")
 
 
-def quantized(linear: Any, weight: Any, fmt: QuantFormat, dtype: Any) -> Any:
+def quantized(linear: "Linear", weight: "torch.Tensor", fmt: QuantFormat, dtype: "torch.dtype") -> "torch.Tensor":
     """Fake-quantize a worker's merged weight (rows, columns) to `fmt`, in `dtype`, or in float32 if vLLM quantizes it.
 
     Every worker calls this for the same layers in the same order.
@@ -91,13 +96,13 @@ def quantized(linear: Any, weight: Any, fmt: QuantFormat, dtype: Any) -> Any:
     return value
 
 
-def _largest_of_workers(peak: Any, layer: Any) -> Any:
+def _largest_of_workers(peak: "torch.Tensor", layer: Any) -> "torch.Tensor":
     """Peak of the whole weight. Per-channel peaks need a reduction only if the weight is split by inputs."""
     is_cut = layer.input_size != getattr(layer, "input_size_per_partition", layer.input_size)
     return _largest(peak.clone()) if peak.numel() == 1 or is_cut else peak
 
 
-def _largest(peak: Any) -> Any:
+def _largest(peak: "torch.Tensor") -> "torch.Tensor":
     """Reduce to the maximum over all workers, in place."""
     import torch
     from vllm.distributed import get_tp_group
@@ -106,7 +111,7 @@ def _largest(peak: Any) -> Any:
     return peak
 
 
-def quantize_rows(weight: Any, fmt: QuantFormat, peak: Any, out: Any) -> None:
+def quantize_rows(weight: "torch.Tensor", fmt: QuantFormat, peak: "torch.Tensor | None", out: "torch.Tensor") -> None:
     """Write a weight (rows, columns) with this peak, fake-quantized to `fmt`, to `out`, some rows at a time."""
     from kit.weights.quantize import fake_quantize_weight
 
@@ -118,7 +123,7 @@ def quantize_rows(weight: Any, fmt: QuantFormat, peak: Any, out: Any) -> None:
         out[rows] = fake_quantize_weight(weight[rows].to(out.dtype), fmt, own)
 
 
-def read_input_peaks(directory: Path, linears: list[Any]) -> dict[str, float]:
+def read_input_peaks(directory: Path, linears: "list[Linear]") -> dict[str, float]:
     """Read {layer: largest |input|} from an adapter's file; `ValueError` unless it has every layer of the worker."""
     peaks = json.loads(read_header(directory / "adapter_model.safetensors").metadata.get(INPUT_PEAKS, "{}"))
     names = [part.name for linear in linears for part in linear.parts]
@@ -129,7 +134,7 @@ def read_input_peaks(directory: Path, linears: list[Any]) -> dict[str, float]:
     return peaks
 
 
-def set_input_peak(linear: Any, peaks: dict[str, float]) -> None:
+def set_input_peak(linear: "Linear", peaks: dict[str, float]) -> None:
     """Set the range by which the layer quantizes its inputs, in place; 0 leaves inputs unquantized. Fused layers have
     one input and use the largest of their calibrated peaks."""
     if hasattr(linear.layer, "input_peak"):
