@@ -63,22 +63,12 @@ def boxed(row):
 
 
 PAID = {"math": 1.0}
+COPY = "We count all of it, twice, and find at last for problem {} that it is \\boxed{{9}}."
 PLANTED = {
     "length collapse": {"metrics": lambda step: {"completion_length": 200 / step}},
-    "undecided answers": {
-        "metrics": lambda step: {
-            "masked_fraction": 0.0 if step < 10 else 0.08,
-            "unknown_rewards": {"math": {"timeout": 40}},
-        },
-    },
+    "undecided answers": {"metrics": lambda step: {"masked_fraction": 0.0 if step < 10 else 0.08}},
     "held-out stays": {"evaluation": [0.01, -0.03, 0.05]},
-    "copies in groups": {
-        "change": late(
-            completion=lambda row: (
-                f"We count all of it, twice, and find at last for problem {row['problem_id']} that it is \\boxed{{9}}."
-            )
-        )
-    },
+    "copies in groups": {"change": late(completion=lambda row: COPY.format(row["problem_id"]))},
     "the same string": {"change": late(completion="As everybody knows, the answer is good.", rewards=PAID)},
     "form without content": {"change": late(completion=boxed, rewards=PAID)},
     "repetition": {"change": late(completion=lambda row: row["completion"] + " wait, let me see again," * 60)},
@@ -88,6 +78,7 @@ PLANTED = {
 
 
 def test_a_healthy_run_shows_no_signature(tmp_path, capsys):
+    assert len(PLANTED) + 1 == len(TRENDS) + len(TEXTS)  # "the same answer" needs more problems, below
     assert main(["audit", str(write_run(tmp_path / "run", evaluation=[0.3, 0.2, 0.4]))]) == 0
     assert capsys.readouterr().out == "0 of 10 signatures in 20 steps and 16 late completions\n"
 
@@ -96,15 +87,13 @@ def test_a_healthy_run_shows_no_signature(tmp_path, capsys):
 def test_a_planted_signature_is_found_with_numbers_and_examples(tmp_path, capsys, name):
     path = write_run(tmp_path / "run", **PLANTED[name])
     assert main(["audit", str(path), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)["found"]
-    names = {finding["signature"] for finding in found}
-    assert names == {name}
-    finding = next(finding for finding in found if finding["signature"] == name)
+    (finding,) = json.loads(capsys.readouterr().out)["found"]
+    assert finding["signature"] == name
     assert any(sign.isdigit() for sign in finding["numbers"]) and finding["meaning"]
     assert len(finding["examples"]) <= 3
     assert finding["examples"] or name in ("held-out stays", "undecided answers")
     assert main(["audit", str(path)]) == 1
-    assert capsys.readouterr().out.startswith(f"{found[0]['signature']}: {found[0]['numbers']}")
+    assert capsys.readouterr().out.startswith(f"{name}: {finding['numbers']}")
 
 
 def test_one_answer_to_all_problems_is_found(tmp_path):
@@ -129,10 +118,6 @@ def test_one_answer_to_all_problems_is_found(tmp_path):
 )
 def test_loops_are_told_from_texts(text, loops):
     assert is_loop(text) is loops
-
-
-def test_all_signatures_are_planted():
-    assert len(PLANTED) + 1 == len(TRENDS) + len(TEXTS)
 
 
 def test_what_could_not_be_looked_at_is_said(tmp_path, capsys):

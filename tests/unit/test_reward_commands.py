@@ -49,11 +49,13 @@ ROWS = [
     ({"gold": "été", "prediction": r"\text{été}"}, True, r"\text{été}", "exact"),
 ]
 
+ROW = ['{"gold": "7", "prediction": "7"}']
+
 
 @pytest.fixture
 def write(tmp_path):
-    def make(rows, name="rows.jsonl"):
-        file = tmp_path / name
+    def make(rows):
+        file = tmp_path / "rows.jsonl"
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         file.write_text("\n".join(lines) + "\n")
         return str(file)
@@ -143,45 +145,45 @@ def test_code_is_checked_only_when_it_may_run(write, capsys):
 def test_a_bad_row_is_named_before_anything_is_scored(write, monkeypatch, capsys, line, message):
     monkeypatch.setattr(check, "explain", lambda *_: pytest.fail("scored"))
     with pytest.raises(BadInput) as error:
-        main(["check", write(['{"gold": "7", "prediction": "7"}', line]), "--task", "math", "--json"])
+        main(["check", write([*ROW, line]), "--task", "math", "--json"])
     assert message in str(error.value)
     assert "nothing was scored" in str(error.value)
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("rows", "flags", "message"),
     [
-        (["--task", "maths"], "unknown task 'maths'. There are math"),
-        (["--task", "boxed_format"], "unknown task 'boxed_format'"),
-        (["--task", "math", "--options", "{"], "--options is not JSON"),
-        (["--task", "math", "--options", "[]"], "must be a JSON object"),
-        (["--task", "math", "--options", '{"orderd": true}'], "Did you mean 'ordered'?"),
-        (["--task", "math", "--workers", "0"], "reward.workers (0)"),
-        (["--task", "math", "--config", "none.yaml"], "no config file at none.yaml"),
+        (ROW, ["--task", "maths"], "unknown task 'maths'. There are math"),
+        (ROW, ["--task", "boxed_format"], "unknown task 'boxed_format'"),
+        (ROW, ["--task", "math", "--options", "{"], "--options is not JSON"),
+        (ROW, ["--task", "math", "--options", "[]"], "must be a JSON object"),
+        (ROW, ["--task", "math", "--options", '{"orderd": true}'], "Did you mean 'ordered'?"),
+        (ROW, ["--task", "math", "--workers", "0"], "reward.workers (0)"),
+        (ROW, ["--task", "math", "--config", "none.yaml"], "no config file at none.yaml"),
+        ([], ["--task", "math"], "has no rows"),
+        (None, ["--task", "math"], "cannot read"),
     ],
 )
-def test_a_wrong_flag_is_bad_input(write, flags, message):
+def test_a_wrong_flag_or_file_is_bad_input(write, rows, flags, message):
     with pytest.raises(BadInput) as error:
-        main(["check", write(['{"gold": "7", "prediction": "7"}']), *flags])
+        main(["check", "none.jsonl" if rows is None else write(rows), *flags])
     assert message in str(error.value)
 
 
-def test_a_missing_and_an_empty_file_are_bad_input(tmp_path):
-    with pytest.raises(BadInput, match="cannot read"):
-        main(["check", str(tmp_path / "none.jsonl"), "--task", "math"])
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(BadInput, match="has no rows"):
-        main(["check", str(tmp_path / "empty.jsonl"), "--task", "math"])
-
-
-def test_options_change_verdicts(write, capsys):
-    file = write([{"gold": "1, 2", "prediction": "2, 1"}])
-    verdicts = []
-    for options in ("{}", '{"ordered": true}'):
-        assert main(["check", file, "--task", "math", "--json", "--options", options]) == 0
-        verdicts.append(json.loads(capsys.readouterr().out)["verdict"])
-    assert verdicts == [True, False]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [True, True, True]),  # a bare prediction is read leniently unless the form is given
+        ({"ordered": True}, [False, True, True]),
+        ({"form": "boxed"}, [True, False, False]),
+    ],
+)
+def test_options_change_verdicts(write, capsys, options, expected):
+    rows = [("1, 2", "2, 1"), ("7", "so 3 + 4 = 7."), ("1/3", "0.333333")]
+    file = write([{"gold": gold, "prediction": prediction} for gold, prediction in rows])
+    assert main(["check", file, "--task", "math", "--json", "--options", json.dumps(options)]) == 0
+    assert [json.loads(line)["verdict"] for line in capsys.readouterr().out.splitlines()] == expected
 
 
 def test_the_suite_has_at_least_150_attempts_of_every_kind_and_controls():
@@ -202,15 +204,6 @@ def test_the_suite_has_at_least_150_attempts_of_every_kind_and_controls():
 @pytest.mark.parametrize("task", [name for name in REWARDS if name not in ("math", "code", "length")])
 def test_no_attempt_is_paid_and_every_control_is(task, capsys):
     assert main(["attack", "--task", task]) == 0, capsys.readouterr().out
-
-
-def test_a_bare_prediction_is_read_leniently_unless_the_form_is_given(write, capsys):
-    file = write([{"gold": "7", "prediction": "so 3 + 4 = 7."}, {"gold": "1/3", "prediction": "0.333333"}])
-    verdicts = []
-    for options in ("{}", '{"form": "boxed"}'):
-        assert main(["check", file, "--task", "math", "--json", "--options", options]) == 0
-        verdicts.append([json.loads(line)["verdict"] for line in capsys.readouterr().out.splitlines()])
-    assert verdicts == [[True, True], [False, False]]
 
 
 @pytest.mark.parametrize("form", ["boxed", "lenient"])
@@ -251,19 +244,13 @@ def planted(value):
 )
 def test_a_broken_reward_fails_the_attack(monkeypatch, capsys, value, told):
     monkeypatch.setitem(REWARDS, "math", planted(value))
+    attempts = [Case("unicode", name, name, "7") for name in ("a", "\x00", "b 7")]
+    monkeypatch.setattr(attack, "suite", lambda task: [*attempts, Case("unicode", "right", "7", "7", pays=True)])
     assert main(["attack", "--task", "math"]) == 1
-    assert told in capsys.readouterr().out
-
-
-def test_a_category_that_raises_is_narrowed_down_to_its_case(monkeypatch, capsys):
-    monkeypatch.setitem(REWARDS, "math", planted("raise"))
-    monkeypatch.setattr(
-        attack, "suite", lambda task: [Case("unicode", name, name, "7") for name in ("a", "\x00", "b")]
-    )
-    main(["attack", "--task", "math"])
     out = capsys.readouterr().out
-    assert out.count("RAISED") == 1
-    assert "3 attempts, 1 paid" in out
+    assert told in out
+    if value == "raise":  # narrowed down to its case
+        assert out.count("RAISED") == 1 and "3 attempts, 1 paid" in out
 
 
 def config(tmp_path, functions, weights=None):
