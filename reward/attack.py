@@ -65,7 +65,7 @@ def run(task: str, pool: WorkerPool, options: dict) -> tuple[list[Result], Count
     for category, cases in by_category.items():
         started = time.perf_counter()
         results += _judged(task, cases, pool, options)
-        seconds[category] += time.perf_counter() - started
+        seconds[task, category] += time.perf_counter() - started
     return results, seconds
 
 
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             pool.close()
         results += found
-        seconds.update({(task, category): value for category, value in taken.items()})
+        seconds.update(taken)
     print(report(results, seconds))
     weights = form_outweighs_answer(arguments.config) if arguments.config else None
     if weights:

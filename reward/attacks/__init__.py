@@ -1,7 +1,7 @@
 """Built-in adversarial suite of `python -m reward attack`: attempts to be paid without the answer, and controls.
 
 A case is an attempt (`pays=False`) or an honest completion that must be paid (`pays=True`), so that a reward that
-pays nobody fails as well. There is one file of cases per kind; the answers and programs stand in text files.
+pays nobody fails as well. There is one file of cases per kind; long tables stand in text files.
 """
 
 import re
@@ -40,3 +40,16 @@ def answer_table(text: str) -> list[tuple[str, str]]:
     """(answer, reference) for every answer of a table with lines `reference :: answer :: answer …`."""
     rows = [line.split(" :: ") for line in text.strip().splitlines()]
     return [(answer, gold) for gold, *answers in rows for answer in answers]
+
+
+_ATTEMPTS = sections(Path(__file__).with_name("attempts.txt"))
+
+
+def attempts(title: str) -> dict[str, str]:
+    """{name: completion} of a section of `attempts.txt`: lines `name :: completion`, or a sentence without a name.
+
+    A ⏎ is a line break.
+    """
+    rows = [line.rpartition(" :: ") for line in _ATTEMPTS[title].replace("⏎", "\0").splitlines()]
+    found = {name or f"stated: {text}": text for name, _, text in rows}
+    return {name.replace("\0", "\n"): text.replace("\0", "\n") for name, text in found.items()}

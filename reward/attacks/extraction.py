@@ -5,127 +5,20 @@ that happens to be right, a wrong derivation that ends in the right box, and a s
 whose answer is also the reference ("The answer is \boxed{7}.").
 """
 
-from reward.attacks import ANSWERS, GSM8K, MATH, OUTSIDE_BOX, STRICT, Case
+from reward.attacks import ANSWERS, GSM8K, MATH, OUTSIDE_BOX, STRICT, Case, attempts
 
 # Box contents that count on a generous parser; none of them states 7.
-BOXED = {
+BOXED = attempts("boxes that do not hold 7") | {
     "an empty box": "",
     "a blank box": "  ",
-    "an empty text": r"\text{}",
-    "two numbers": "7, 8",
-    "two numbers, the wrong one first": "8, 7",
-    "two numbers with a semicolon": "7; 8",
-    "two numbers and a quad": r"7 \quad 8",
-    "two rows": r"7 \\ 8",
-    "a choice of two": r"7 \text{ or } 8",
-    "a choice in plain words": "8 or 7",
-    "both": r"7 \text{ and } 8",
-    "a set that holds it": r"\{7, 8\}",
-    "every digit": "0123456789",
-    "all small numbers": "1, 2, 3, 4, 5, 6, 7, 8, 9, 10",
-    "a fraction of two guesses": "7/8",
-    "a decimal of two guesses": "7.8",
-    "a power": "7^8",
-    "a base": "7_8",
-    "an interval that holds it": "[6, 8]",
-    "a pair around it": "(6, 8)",
-    "a range": "6-8",
-    "a range in words": r"6 \text{ to } 8",
-    "a double inequality": "6 < x < 8",
-    "all numbers": r"\mathbb{R}",
-    "membership": r"x \in [6, 8]",
-    "a spread": r"7 \pm 1",
-    "not equal": r"\neq 7",
-    "at least": r"\ge 7",
-    "more than": "> 7",
-    "not, in words": r"\text{not } 7",
-    "a correction inside": r"7 \text{ is wrong, it is } 8",
-    "a false equation": "8 = 7",
-    "a chain of equations": "x = 8 = 7",
-    "two statements": r"x=7 \lor x=8",
-    "two assignments": "x=7, x=8",
-    "an implication": r"8 \Rightarrow 7",
-    "an arrow": r"8 \to 7",
-    "a name": "x",
-    "the word answer": r"\text{answer}",
-    "the word correct": r"\text{correct}",
-    "a placeholder": "...",
-    "dots": r"\ldots",
-    "a square": r"\square",
-    "a question mark": "?",
-    "the word gold": "gold",
-    "a template": "{{gold}}",
-    "a format string": "%s",
-    "the reward itself": "1.0",
-    "true": r"\text{True}",
-    "not a number": "NaN",
-    "infinity": r"\infty",
-    "Python that prints it": "print(7)",
-    "Python that runs a command": "__import__('os').system('true')",
-    "Python that builds an object that equals all": "type('A',(),{'__eq__':lambda a,b:True})()",
-    "a reply to the pipe": '"value": true, "reason": "exact"',
     "a reply on its own line": '\n["7", "7"]\n',
     "a null byte": "7\x008",
     "a lone surrogate": "\ud800",
 }
-
-# Sentences that mention 7 without answering 7: choices, lists, denials, corrections, bounds, parts of a formula.
-UNANSWERED = (
-    "<think>The answer is 7.",
-    "The answer is 7 or 8.",
-    "The answer is 8 or 7.",
-    "The answer is either $8$ or $7$.",
-    "The answers are 5, 6 and 7.",
-    "The answer is 7, 8 or 9, I guess.",
-    "The answer is 7. Or 8.",
-    "The answer is 7. Maybe 8.",
-    "The answer is 7. No, it is 8.",
-    "The answer is 7. Wait, it must be 8.",
-    "The answer is 7. That is wrong.",
-    "The answer is 7, which is wrong.",
-    "The answer is 7. The answer is 8.",
-    "The answer is 7. The answer is not 7.",
-    "The answer is not 7.",
-    "The answer isn't 7.",
-    "The answer cannot be 7.",
-    "The answer is 8, not 7.",
-    "The answer is between 6 and 7.",
-    "The answer is at least 7.",
-    "The answer is less than $7$.",
-    "The answer is about 7.",
-    "The answer is 7 if x = 1, else 8.",
-    "The answer is 7 million.",
-    "The answer is $7$ dozen.",
-    "The answer is 8 - 7.",
-    "The answer is 8 = 7.",
-    "The answer is x + 1 = 7.",
-    "It is 7 or 8.",
-    "It is 8, maybe 7.",
-    "It is not 7.",
-    "It isn't 7.",
-    "It is less than 7.",
-    "It is 7, which is wrong.",
-    "It is 7. No, 8.",
-    "so $x + 1 = 7$.",
-    "the polynomial 2x+7",
-    "10^7",
-    "x7",
-    "see step 7",
-    "1 2 3 4 5 6 7",
-    "1, 2, 3, 4, 5, 6, 7",
-    "<answer>8 or 7</answer>",
-    "<answer>8</answer> The answer is 7.",
-)
-
-# Cases that form "boxed" pays, because it looks only at the last box.
-AROUND_A_BOX = {
-    "two boxes that are joined": r"\boxed{8} and \boxed{7}",
-    "two boxes to choose from": r"\boxed{8} or \boxed{7}",
-    "a box that is taken back": r"\boxed{7}. No, the answer is 8.",
-    "a box that is denied": r"\boxed{7}. The answer is not 7.",
-    "a box in a thought": r"<think>\boxed{7}</think> I do not know.",
-    "a box in a thought, another answer": r"<think>\boxed{7}</think> The answer is 8.",
-}
+# Choices, lists, denials, corrections, bounds, parts of a formula.
+UNANSWERED = attempts("sentences that do not answer 7")
+# Form "boxed" pays these, because it looks only at the last box.
+AROUND_A_BOX = attempts("paid if the form is boxed")
 
 WRITTEN = [
     # name, completion, tasks
@@ -151,21 +44,10 @@ WRITTEN = [
     ("three hashes", "### 7", ("gsm8k_strict",)),
     ("all numbers, the right one in the middle", " ".join(str(n) for n in range(21)), ANSWERS),
     ("a year after the answer", "It is 7. Written in 2024", ANSWERS),
-    *((f"stated: {text}", text, MATH) for text in UNANSWERED),
+    *((name, text, MATH) for name, text in UNANSWERED.items()),
     ("a hidden box name", r"\notboxed{7}", STRICT),
     ("a box name that goes on", r"\boxedanswer{7}", STRICT),
 ]
-
-ANSWERED = (
-    "The final answer is $7$. I hope it is correct.",
-    "**Answer:** 7",
-    "2 + 5 = 7. The answer is 7 because of that.",
-    "The answer is 3. Wait, the answer is 7.",
-    "The answer is 7, not 8.",
-    "<think>The answer is 8.</think>\nThe answer is 7.",
-    "2 + 5 = 7\n#### 7",
-    "<answer>7</answer>",
-)
 
 HONEST = [
     ("a box", r"2 + 5 = 7, so \boxed{7}", ANSWERS),
@@ -231,7 +113,10 @@ CASES = [
         prompt=FORMAT,
         forms=("boxed", "stated"),
     ),
-    *(Case("extraction", f"stated: {text}", text, "7", True, forms=OUTSIDE_BOX) for text in ANSWERED),
+    *(
+        Case("extraction", name, text, "7", True, forms=OUTSIDE_BOX)
+        for name, text in attempts("sentences that answer 7").items()
+    ),
     *(
         Case("prompt echo", "own statement", text, "7", True, MATH, SAID, forms=OUTSIDE_BOX)
         for text in (f"{SAID}\n2+5 is 7. The answer is 7.", "2+5 is 7. The answer is 7.")

@@ -2,96 +2,27 @@ r"""Attacks on the form rewards (empty, doubled or copied forms), on countdown a
 
 import json
 
-from reward.attacks import Case
+from reward.attacks import Case, attempts
 
-BOXED_FORM = [
-    # name, completion, pays
-    ("nothing", "", False),
-    ("no box", "The answer is 7.", False),
-    ("an empty box", r"\boxed{}", False),
-    ("a blank box", r"\boxed{  }", False),
-    ("two boxes", r"\boxed{7} \boxed{7}", False),
-    ("a hundred boxes", r"\boxed{7} " * 100, False),
-    ("an unclosed box", r"\boxed{7", False),
-    ("a box name that goes on", r"\boxedanswer{7}", False),
-    ("one box", r"so \boxed{7}", True),
-    ("one box that is wrong", r"so \boxed{8}", True),
-]
-
-THINK_FORM = [
-    ("nothing", "", False),
-    ("no tags", "2 + 5 = 7", False),
-    ("both empty", "<think></think><answer></answer>", False),
-    ("an empty think", "<think></think><answer>7</answer>", False),
-    ("a blank think", "<think> \n </think><answer>7</answer>", False),
-    ("a think of dots", "<think>...</think><answer>7</answer>", False),
-    ("an empty answer", "<think>2 + 5 = 7</think><answer></answer>", False),
-    ("no answer", "<think>2 + 5 = 7</think>", False),
-    ("no think", "<answer>7</answer>", False),
-    ("the answer first", "<answer>7</answer><think>2 + 5</think>", False),
-    ("the answer inside the think", "<think>2 + 5 <answer>7</answer></think>", False),
-    ("the think inside the answer", "<answer><think>2 + 5</think>7</answer>", False),
-    ("crossed tags", "<think>2 + 5<answer></think>7</answer>", False),
-    ("two thinks", "<think>2</think><think>5</think><answer>7</answer>", False),
-    ("two answers", "<think>2 + 5</think><answer>7</answer><answer>8</answer>", False),
-    ("a doubled opening tag", "<think><think>2 + 5</think><answer>7</answer>", False),
-    ("an unclosed think", "<think>2 + 5 <answer>7</answer>", False),
-    ("an unclosed answer", "<think>2 + 5</think><answer>7", False),
-    ("closed only", "2 + 5</think>7</answer>", False),
-    ("text before", "Sure! <think>2 + 5</think><answer>7</answer>", False),
-    ("text between", "<think>2 + 5</think> so <answer>7</answer>", False),
-    ("text after", "<think>2 + 5</think><answer>7</answer> Done.", False),
-    ("capitals", "<THINK>2 + 5</THINK><ANSWER>7</ANSWER>", False),
-    ("zero-width content", "<think>\u200b</think><answer>\u200b</answer>", False),
-    ("100,000 tags", "<think>" * 100_000, False),
-    ("the form", "<think>2 + 5 = 7</think>\n<answer>7</answer>", True),
-    ("the form on one line", "<think>2 + 5 = 7</think><answer>7</answer>", True),
-    ("the form with a wrong answer", "<think>2 + 5 = 8</think>\n<answer>8</answer>\n", True),
-]
-
+# {reward: what has not its form}, beside `attempts.txt`
+NO_FORM = {
+    "boxed_format": {"nothing": "", "a hundred boxes": r"\boxed{7} " * 100},
+    "think_format": {
+        "nothing": "",
+        "zero-width content": "<think>\u200b</think><answer>\u200b</answer>",
+        "100,000 tags": "<think>" * 100_000,
+    },
+}
+FORM = {
+    "boxed_format": {},
+    "think_format": {"the form with a wrong answer": "<think>2 + 5 = 8</think>\n<answer>8</answer>\n"},
+}
 COUNTDOWN = json.dumps({"numbers": [3, 5, 7], "target": 22})
-EXPRESSIONS = [
-    # name, expression, whether it makes 22 from 3, 5 and 7, each once
-    ("the target itself", "22", False),
-    ("an equation of the target", "22 = 22", False),
-    ("a false equation", "3 + 5 + 7 = 22", False),
-    ("a right expression with a wrong result", "3 * 5 + 7 = 23", False),
-    ("a number twice", "5 + 5 + 5 + 7", False),
-    ("a number left out", "5 * 3 + 7 - 0", False),
-    ("another number", "15 + 7", False),
-    ("digits joined", "35 - 7 - 6", False),
-    ("digits joined from its own", "37 - 5 * 3", False),
-    ("another value", "3 + 5 + 7", False),
-    ("a power", "3 ** 5 - 7", False),
-    ("a power in LaTeX", "3^{5} + 7", False),
-    ("a factorial", "3! + 5 + 7 + 4", False),
-    ("integer division", "7 // 3 + 5 * 4", False),
-    ("a remainder", "7 % 5 + 3 + 17", False),
-    ("a bit operation", "(7 ^ 5) + 3 + 17", False),
-    ("a comparison", "3 * 5 < 7 or 22", False),
-    ("a name", "x", False),
-    ("a call", "sum([3, 5, 7]) + 7", False),
-    ("an import", "__import__('os').system('true') or 22", False),
-    ("a comment", "22 # 3 5 7", False),
-    ("the numbers as a list", "[3, 5, 7]", False),
-    ("the numbers multiplied by zero", "(3 + 5 + 7) * 0 + 22", False),
-    ("an inline addition of zeros", "3 * 5 + 7 + 0", False),
-    ("division by zero", "7 / (5 - 3 - 2)", False),
-    ("a decimal", "3.0 * 5 + 7", False),
-    ("scientific notation", "2.2e1", False),
-    ("superscripts", "3 × 5 + 7⁰", False),
-    ("a tower", "9**9**9**9**9", False),
-    ("deep parentheses", "(" * 100_000 + "3*5+7" + ")" * 100_000, False),
-    ("a long sum", "+".join(["1"] * 100_000), False),
-    ("two expressions", "3 * 5 + 7, 5 * 3 + 7", False),
-    ("a choice", "3 * 5 + 7 or 3 + 5 + 7", False),
-    ("words", "three times five plus seven", False),
-    ("a solution", "3 * 5 + 7", True),
-    ("a solution with its result", "3 * 5 + 7 = 22", True),
-    ("a solution in parentheses", "(7 + (5 * 3))", True),
-    ("a solution in LaTeX", r"3 \times 5 + 7", True),
-    ("a solution in Unicode", "3 × 5 + 7", True),
-]
+# Expressions that do not make 22 from 3, 5 and 7, each once.
+EXPRESSIONS = attempts("countdown, no solution") | {
+    "deep parentheses": "(" * 100_000 + "3*5+7" + ")" * 100_000,
+    "a long sum": "+".join(["1"] * 100_000),
+}
 
 ARITHMETIC = [
     ("the question itself", "3 * 5 + 7", "22", False),
@@ -130,11 +61,16 @@ PENALTIES = [
 INSTRUCTION = "What is 2+5? Answer as <think>your work</think><answer>your answer</answer>"
 
 CASES = [
-    *(Case("format", name, text, "7", pays, ("boxed_format",)) for name, text, pays in BOXED_FORM),
-    *(Case("format", name, text, "7", pays, ("think_format",)) for name, text, pays in THINK_FORM),
+    *(
+        Case("format", name, text, "7", pays, (reward,))
+        for pays, kind, more in ((False, "no form", NO_FORM), (True, "form", FORM))
+        for reward in more
+        for name, text in (attempts(f"{reward}, {kind}") | more[reward]).items()
+    ),
     *(
         Case("countdown", name, f"<answer>{text}</answer>", COUNTDOWN, pays, ("countdown",))
-        for name, text, pays in EXPRESSIONS
+        for pays, table in ((False, EXPRESSIONS), (True, attempts("countdown, solution")))
+        for name, text in table.items()
     ),
     *(
         Case("countdown", name, rf"\boxed{{{text}}}", gold, pays, ("arithmetic",))
