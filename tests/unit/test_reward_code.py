@@ -301,12 +301,11 @@ FENCES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "code"), FENCES, ids=lambda value: repr(value)[:30])
-def test_the_last_block_of_the_completions_own_is_judged(text, code):
+def test_the_last_block_of_the_completions_own_is_judged():
     started = time.process_time()
-    found = extract_code(text)
-    assert (found and found.strip()) == code
-    assert time.process_time() - started < 1
+    found = [extract_code(text) for text, _ in FENCES]
+    assert [code and code.strip() for code in found] == [code for _, code in FENCES]
+    assert time.process_time() - started < 5
 
 
 def test_a_block_of_the_prompt_is_not_the_completions():

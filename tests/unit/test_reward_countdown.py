@@ -61,37 +61,23 @@ def test_the_evaluator_is_exact_and_knows_nothing_else(text, value):
     assert time.process_time() - started < 1.0
 
 
-TABLE = [
-    # completion, exactly once, at most once
-    (r"\boxed{3*5+7}", 1, 1),
-    ("<answer>(3 * 5) + 7</answer>", 1, 1),
-    ("<answer>3 * 5 + 7 = 22</answer>", 1, 1),
-    (r"<answer>\boxed{7+3\times5}</answer>", 1, 1),
-    (r"\boxed{3+5+7}", 0, 0),
-    (r"\boxed{22}", 0, 0),
-    (r"\boxed{3*5+7+7-7}", 0, 0),
-    (r"\boxed{15+7}", 0, 0),
-    (r"\boxed{3*7+1}", 0, 0),
-    (r"\boxed{3*5+7} or \boxed{1}", 0, 0),
-    ("<answer>3*5+7</answer> no <answer>3+5</answer>", 0, 0),
-    ("3*5+7", 0, 0),
-    ("", 0, 0),
-]
+PAID = [r"\boxed{3*5+7}", "<answer>(3 * 5) + 7</answer>", "<answer>3 * 5 + 7 = 22</answer>"]
+PAID += [r"<answer>\boxed{7+3\times5}</answer>"]
+UNPAID = [r"\boxed{3+5+7}", r"\boxed{22}", r"\boxed{3*5+7+7-7}", r"\boxed{15+7}", r"\boxed{3*7+1}", "3*5+7", ""]
+UNPAID += [r"\boxed{3*5+7} or \boxed{1}", "<answer>3*5+7</answer> no <answer>3+5</answer>"]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0][:25])
-def test_countdown_pays_an_expression_of_the_numbers_with_the_target_as_its_value(row):
-    completion, exactly, at_most = row
-    reward = REWARDS["countdown"]
-    assert reward(None, [completion], [GOLD]) == [float(exactly)]
-    assert reward(None, [completion], [GOLD], use_all=False) == [float(at_most)]
+@pytest.mark.parametrize("use_all", [True, False])
+def test_countdown_pays_an_expression_of_the_numbers_with_the_target_as_its_value(use_all):
+    golds = [GOLD] * len(PAID + UNPAID)
+    rewards = REWARDS["countdown"](None, PAID + UNPAID, golds, use_all=use_all)
+    assert rewards == [1.0] * len(PAID) + [0.0] * len(UNPAID)
 
 
 def test_a_value_between_whole_numbers_is_not_rounded_to_the_target():
     gold = json.dumps({"numbers": [2, 3, 7], "target": 10})
-    assert (
-        REWARDS["countdown"](None, [r"\boxed{7*3/2}", r"\boxed{7*2-3}", r"\boxed{7+3*2-3}"], [gold] * 3) == [0.0] * 3
-    )
+    near = [r"\boxed{7*3/2}", r"\boxed{7*2-3}", r"\boxed{7+3*2-3}"]
+    assert REWARDS["countdown"](None, near, [gold] * 3) == [0.0] * 3
     assert REWARDS["countdown"](None, [r"\boxed{7*2-3}"], [gold.replace("10", "11")]) == [1.0]
 
 
@@ -131,25 +117,12 @@ def test_more_problems_than_there_are_is_bad_input():
 @pytest.mark.parametrize("task", ["countdown", "arithmetic"])
 def test_the_files_load_as_problems_and_the_held_out_numbers_are_new(tmp_path, task):
     write(task, tmp_path, 50, 10, [3], 20, seed=1)
-    rows = {
-        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("train", "test")
-    }
-    assert {name: len(part) for name, part in rows.items()} == {"train": 50, "test": 10}
-    assert not {row["question"] for row in rows["train"]} & {row["question"] for row in rows["test"]}
+    parts = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("train", "test")]
+    train, test = ([json.loads(line)["question"] for line in part] for part in parts)
+    assert (len(train), len(test)) == (50, 10) and not {*train} & {*test}
 
 
-ARITHMETIC = [
-    (r"\boxed{75}", 1),
-    ("<answer>75</answer>", 1),
-    (r"\boxed{75.0}", 1),
-    (r"\boxed{28+10+37}", 0),
-    (r"\boxed{74}", 0),
-    ("75", 0),
-    ("", 0),
-]
-
-
-@pytest.mark.parametrize(("completion", "expected"), ARITHMETIC)
-def test_arithmetic_pays_a_number_and_not_the_question_again(completion, expected):
-    assert REWARDS["arithmetic"](None, [completion], ["75"]) == [float(expected)]
+def test_arithmetic_pays_a_number_and_not_the_question_again():
+    completions = {r"\boxed{75}": 1, "<answer>75</answer>": 1, r"\boxed{75.0}": 1, r"\boxed{28+10+37}": 0}
+    completions |= {r"\boxed{74}": 0, "75": 0, "": 0}
+    assert REWARDS["arithmetic"](None, [*completions], ["75"] * len(completions)) == [*completions.values()]

@@ -5,34 +5,17 @@ import pytest
 from kit.core.config.schema import RewardConfig
 from kit.core.errors import BadInput
 from reward import REWARDS, reward_functions
+from reward.attacks import attempts, form
 
-THINK = [
-    ("<think>a</think><answer>5</answer>", 1),
-    ("  <think>a b\n</think>\n\n<answer>5</answer>\n", 1),
-    ("<think>a</think>", 0),
-    ("<answer>5</answer>", 0),
-    ("<answer>5</answer><think>a</think>", 0),
-    ("<think>a</think><think>b</think><answer>5</answer>", 0),
-    ("<think>a</think><answer>5</answer><answer>6</answer>", 0),
-    ("<think></think><answer>5</answer>", 0),
-    ("<think> \n.</think><answer>5</answer>", 0),
-    ("<think>a</think><answer> </answer>", 0),
-    ("<think>a</think>5<answer>5</answer>", 0),
-    ("<think>a</think><answer>5</answer> and more", 0),
-    ("first <think>a</think><answer>5</answer>", 0),
-    ("<think>a<answer>5</answer></think>", 0),
-    ("<think>a<answer>5</think>b</answer>", 0),
-    ("<think>a</think><answer>5", 0),
-    ("a</think><answer>5</answer>", 0),
-    ("", 0),
-]
+THOUGHT = ["<think>a</think><answer>5</answer>", "  <think>a b\n</think>\n\n<answer>5</answer>\n"]
 
 
-@pytest.mark.parametrize(("text", "expected"), THINK)
-def test_think_format_wants_each_part_once_in_order_and_not_empty(text, expected):
-    assert REWARDS["think_format"](None, [text]) == [float(expected)]
-    message = [{"role": "assistant", "content": text}]
-    assert REWARDS["think_format"](None, [message]) == [float(expected)]
+def test_think_format_wants_each_part_once_in_order_and_not_empty():
+    faulty = [*attempts("think_format, no form").values(), *form.NO_FORM["think_format"].values()]
+    faulty += ["<think> \n.</think><answer>5</answer>", "<think>a</think><answer> </answer>"]
+    messages = [[{"role": "assistant", "content": text}] for text in faulty + THOUGHT]
+    for completions in (faulty + THOUGHT, messages):
+        assert REWARDS["think_format"](None, completions) == [0.0] * len(faulty) + [1.0] * len(THOUGHT)
 
 
 def test_a_template_that_opens_the_thought_is_an_option():

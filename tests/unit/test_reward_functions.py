@@ -26,6 +26,7 @@ def score(name, completions, gold="7", prompt=PROMPT, **options):
     return as_messages
 
 
+NAMES = ("math", "gsm8k_strict", "gsm8k_lenient", "boxed_format")
 TABLE = [
     # completion, math (form: boxed), gsm8k_strict, gsm8k_lenient, boxed_format
     (r"so \boxed{7}", 1, 1, 1, 1),
@@ -51,12 +52,11 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0][:30])
-def test_each_reward_pays_what_its_definition_says(row):
-    completion, *expected = row
-    names = ("gsm8k_strict", "gsm8k_lenient", "boxed_format")
-    found = [score("math", [completion], form="boxed")[0], *(score(name, [completion])[0] for name in names)]
-    assert found == [float(value) for value in expected]
+@pytest.mark.parametrize("name", NAMES)
+def test_each_reward_pays_what_its_definition_says(name):
+    completions, *expected = zip(*TABLE, strict=True)
+    options = {"form": "boxed"} if name == "math" else {}
+    assert tuple(score(name, completions, **options)) == expected[NAMES.index(name)]
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,8 @@ def test_a_completion_that_repeats_a_solved_example_of_the_prompt_earns_nothing(
     assert score(name, ["3+4? The answer is \\boxed{7}.\n\n2+5?"], prompt=prompt) == [0.0]
 
 
-def test_prompts_may_be_absent():
+def test_prompts_may_be_absent_and_a_missing_or_short_gold_column_is_an_error():
     assert REWARDS["math"](None, [r"\boxed{7}"], ["7"]) == [1.0]
-
-
-def test_a_missing_or_short_gold_column_is_an_error():
     with pytest.raises(TypeError, match="gold"):
         REWARDS["math"](prompts=None, completions=["7"])
     with pytest.raises(ValueError):
@@ -113,20 +110,13 @@ def test_a_wrong_reward_configuration_is_bad_input(fields, message):
     assert message in str(error.value)
 
 
+FORMS = Literal["boxed", "hash"]
+
+
 def fussy(
-    prompts,
-    completions,
-    gold,
-    *,
-    pool=None,
-    budget=None,
-    ordered: bool = True,
-    digits: int | None = None,
-    form: Literal["boxed", "hash"] = "boxed",
-    scale: float = 1.0,
-    tags: list[str] = (),
-    **_,
-):
+    prompts, completions, gold, *, pool=None, budget=None, ordered: bool = True, digits: int | None = None,
+    form: FORMS = "boxed", scale: float = 1.0, tags: list[str] = (), **_,
+):  # fmt: skip
     return [scale if ordered else 0.0 for _ in completions]
 
 

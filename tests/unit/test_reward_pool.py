@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 from kit.core.errors import BadInput, CheckFailed
+from reward.exact import prepared
 from reward.pool import WORKER, UnknownBudget, Verdict, WorkerPool
 from tests import processes
+from tests.unit import answer_cases as cases
 
 ROOT = Path(__file__).parents[2]
 TOWER = ("10^{10^{10}}", "5")
@@ -86,38 +88,15 @@ def wait_gone(pids):
     return True
 
 
-ALGEBRA = [
-    ("(x+1)^2", "x^2+2x+1", True),
-    ("(x+2)^2", "x^2+2x+1", False),
-    (r"2\cdot 3", "6", True),
-    (r"\sqrt{8}", r"2\sqrt{2}", True),
-    (r"\{2,1\}", r"\{1,2\}", True),
-    ("(2,1)", "(1,2)", False),
-    ("[0,1)", "[0, 1)", True),
-    ("(0,1]", "[0,1)", False),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}", True),
-    ("f(x) = 2+3", "5", True),
-    (r"\angle ABC = 2\cdot 45", "90", True),
-    ("5x", "5", False),
-    ("5 or 6", "5", False),
-    ("5, 6", "5", False),
-    (r"5\text{ or }6", "5", False),
-    (r"\infty", "5", False),
-    (r"\frac{5}{0}", "5", False),
-    ("5!", "5", False),
-    ("5²", "52", False),
-    ("y=5", "x=5", False),
-    ("3/4/5", "3", False),
-    ("1e99999", "5", False),
-    ("]}{[", "5", False),
-    ("\x00", "5", False),
-    ("__import__('os').system('touch /tmp/paid')", "5", False),
+HERE = [(pair, True) for pair in cases.EQUAL] + [(pair, False) for pair in cases.DIFFERENT]
+HERE += [
+    ((answer, "5"), False) for answer in ("]}{[", "\x00", "__import__('os').system('touch /tmp/paid')", "1e99999")
 ]
 
 
-def test_algebra_is_decided_by_math_verify(pool):
-    verdicts = pool.compare([(predicted, gold) for predicted, gold, _ in ALGEBRA])
-    assert [verdict.value for verdict in verdicts] == [expected for *_, expected in ALGEBRA]
+def test_a_worker_decides_alike_what_needs_none(pool):
+    verdicts = pool.compare([(prepared(predicted), prepared(gold)) for (predicted, gold), _ in HERE])
+    assert [pair for (pair, expected), found in zip(HERE, verdicts, strict=True) if found.value is not expected] == []
 
 
 def test_an_unparseable_reference_is_undecided_and_says_so(pool):
@@ -125,7 +104,7 @@ def test_an_unparseable_reference_is_undecided_and_says_so(pool):
 
 
 def test_verdicts_are_the_same_for_one_and_two_workers(pool):
-    pairs = [(predicted, gold) for predicted, gold, _ in ALGEBRA] * 3
+    pairs = (cases.EQUAL_THERE + cases.DIFFERENT_THERE) * 2
     single = WorkerPool(workers=1, timeout_s=5.0)
     try:
         assert single.compare(pairs) == pool.compare(pairs) == pool.compare(pairs[::-1])[::-1]
@@ -162,13 +141,9 @@ def test_a_tower_of_powers_is_undecided_within_the_limit_and_its_worker_is_repla
 )
 def test_a_misbehaving_comparison_costs_only_its_own_sample(hostile, request_, reason):
     pool = hostile(workers=1, timeout_s=1.0)
-    verdicts = pool.compare([("1+1", "2"), (request_, "5"), ("2+2", "4")])
+    verdicts = pool.compare([("1+1", "2"), (request_, "5"), ("print", "4")])  # the last prints on stdout
     assert verdicts == [Verdict(True, "algebra"), Verdict(None, reason), Verdict(True, "algebra")]
     assert pool.counts[reason] == 1
-
-
-def test_output_of_a_library_does_not_garble_the_replies(hostile):
-    assert hostile().compare([("print", "5"), ("1+1", "2")]) == [Verdict(True, "algebra")] * 2
 
 
 def test_hangs_are_spread_over_the_workers(hostile):
@@ -195,7 +170,7 @@ def test_a_replacement_is_forked_and_imports_nothing(hostile):
     assert pool._server.process.pid == server and pool.pids() != first
 
 
-def test_a_server_that_is_killed_is_started_again(hostile):
+def test_a_server_that_is_killed_is_started_again_and_ends_with_its_pool(hostile):
     pool = hostile(workers=2, timeout_s=5.0)
     pool.compare([("print", "5"), ("print", "6")])
     workers, server = pool.pids(), pool._server.process
@@ -204,6 +179,9 @@ def test_a_server_that_is_killed_is_started_again(hostile):
     assert wait_gone(workers)  # each watches its server
     assert pool.compare([("print", "7")]) == [Verdict(True, "algebra")]
     assert pool._server.process.pid != server.pid
+    everyone = [*pool.pids(), pool._server.process.pid]
+    pool.close()
+    assert wait_gone(everyone)
 
 
 def test_tasks_in_flight_when_the_server_dies_are_undecided_and_the_rest_goes_on(hostile):
@@ -212,14 +190,6 @@ def test_tasks_in_flight_when_the_server_dies_are_undecided_and_the_rest_goes_on
     threading.Timer(0.5, pool._server.process.kill).start()
     verdicts = pool.compare([("sleep", "1"), ("sleep", "2"), ("print", "7")])
     assert [verdict.value for verdict in verdicts] == [None, None, True]
-
-
-def test_the_server_ends_with_its_pool(hostile):
-    pool = hostile(workers=2)
-    pool.compare([("print", "5"), ("print", "6")])
-    everyone = [*pool.pids(), pool._server.process.pid]
-    pool.close()
-    assert wait_gone(everyone)
 
 
 def test_equal_pairs_of_a_batch_are_compared_once(hostile):
