@@ -8,11 +8,10 @@ python -m reward.bench                          how many completions it scores p
 Each has --help. Exit codes: 0 nothing found, 1 something found, 2 the input cannot be used.
 """
 
-import argparse
 import importlib
 import sys
 
-from kit.core.errors import run_command
+from kit.core.errors import command_parser, run_command
 
 COMMANDS = {
     "check": "verdicts about the rows of a file, with the rule that decided",
@@ -23,12 +22,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int | None:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m reward",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("reward", __doc__)
     parser.add_argument(
         "command", choices=COMMANDS, help="; ".join(f"{name}: {text}" for name, text in COMMANDS.items())
     )

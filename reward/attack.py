@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kit.core.config.load import load_config
-from kit.core.errors import CHECK_FAILED, DONE, BadInput
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser
 from reward import REWARDS, function_options, is_own
 from reward.attacks import Case
 from reward.check import Judgement, add_settings, explain, judges, settings, shown
@@ -177,12 +177,7 @@ def _is_barred(name: str, arguments: argparse.Namespace) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m reward attack",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("reward attack", __doc__)
     parser.add_argument(
         "--task", default="all", help="a reward function, or all (default): those of --config, else every one"
     )

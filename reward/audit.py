@@ -5,7 +5,6 @@ third of the sampled steps, "early" the first; for metrics, the last and first q
 Exit code 0 if nothing is found, 1 if something is, 2 if the directory cannot be read.
 """
 
-import argparse
 import json
 import re
 import zlib
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kit.core.errors import CHECK_FAILED, DONE, BadInput
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser
 from kit.core.run_directory import RunDir, read_json
 from reward.answer import boxes, final_answer, own_text
 from reward.check import shown
@@ -312,12 +311,7 @@ def left_out(trace: Trace) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m reward audit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("reward audit", __doc__)
     parser.add_argument("run", type=Path, help="run directory, e.g. runs/tiny")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     arguments = parser.parse_args(argv)

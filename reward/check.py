@@ -18,7 +18,7 @@ from typing import Any
 
 from kit.core.config.load import load_config
 from kit.core.config.schema import RewardConfig
-from kit.core.errors import CHECK_FAILED, DONE, BadInput
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser
 from reward import REWARDS, function_of, function_options, reward_functions
 from reward.answer import final_answer
 from reward.pool import WorkerPool
@@ -222,12 +222,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m reward check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("reward check", __doc__)
     parser.add_argument("file", type=Path, help="jsonl file of rows")
     parser.add_argument("--task", required=True, help=f"one of {', '.join(filter(judges, REWARDS))}")
     parser.add_argument("--json", action="store_true", help="print one object a row, in order, and nothing else")
