@@ -244,13 +244,14 @@ def planted(value):
 )
 def test_a_broken_reward_fails_the_attack(monkeypatch, capsys, value, told):
     monkeypatch.setitem(REWARDS, "math", planted(value))
-    attempts = [Case("unicode", name, name, "7") for name in ("a", "\x00", "b 7")]
+    attempts = [Case("unicode", name, name, "7") for name in ("a", "\x00", *(f"{n} 7" for n in range(25)))]
     monkeypatch.setattr(attack, "suite", lambda task: [*attempts, Case("unicode", "right", "7", "7", pays=True)])
     assert main(["attack", "--task", "math"]) == 1
     out = capsys.readouterr().out
     assert told in out
     if value == "raise":  # narrowed down to its case
-        assert out.count("RAISED") == 1 and "3 attempts, 1 paid" in out
+        assert out.count("RAISED") == 1 and "27 attempts, 1 paid" in out
+    assert ("… and 7 more" in out) is (value == 1.0)
 
 
 def config(tmp_path, functions, weights=None):
