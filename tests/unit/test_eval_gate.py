@@ -121,6 +121,12 @@ def test_a_run_that_passes_every_rule_is_promoted_with_the_evidence(run, capsys)
     ("path", "value", "rule", "verdict"),
     [
         (("gain", "fp8"), estimate(0.03, -0.01, 0.07), "gain in fp8", "NOT SHOWN"),
+        (
+            ("gain", "fp8"),
+            estimate(0.03, -0.03, 0.09),
+            "gain in fp8",
+            "about 1200 problems instead of 300 would decide",
+        ),
         (("gain", "fp8"), estimate(0.03, 0.0, 0.06), "gain in fp8", "NOT SHOWN"),
         (("gain", "fp8"), estimate(-0.02, -0.05, 0.01), "gain in fp8", "FAIL"),
         (("quantization_loss", "fp8"), estimate(0.03, 0.0, 0.06), "accuracy lost", "NOT SHOWN"),
@@ -135,7 +141,7 @@ def test_a_run_that_passes_every_rule_is_promoted_with_the_evidence(run, capsys)
         (("matrix", "grpo", "fp8", "max_token_hit_rate"), None, "truncated at the token limit", "FAIL"),
         # What fp8 is measured against has to be sound, too.
         (("matrix", "grpo", "bf16", "max_token_hit_rate"), 0.5, "truncated at the token limit", "FAIL"),
-        (("matrix", "grpo", "bf16", "parse_rate"), 0.5, "parse rate", "FAIL"),
+        (("matrix", "grpo", "bf16", "parse_rate"), 0.5, "parse rate", "0.5 (grpo in bf16)"),
         (("matrix", "base", "fp8", "undecided_rate"), 0.03, "answers undecided", "FAIL"),
         (("matrix", "base", "bf16", "undecided_rate"), 0.03, "answers undecided", "FAIL"),
     ],
@@ -144,7 +150,7 @@ def test_each_rule_alone_keeps_a_checkpoint_from_promotion(run, capsys, path, va
     edit(run, *path, value=value)
     assert decide(run) == 1
     missed = [line for line in capsys.readouterr().out.splitlines() if line.endswith(("FAIL", "NOT SHOWN"))]
-    assert len(missed) == 1 and missed[0].startswith(rule) and missed[0].endswith(verdict)
+    assert len(missed) == 1 and missed[0].startswith(rule) and verdict in missed[0]
     assert not promoted(run)
 
 
@@ -192,16 +198,11 @@ def test_a_base_out_of_range_is_noted_and_keeps_nothing_from_promotion(run, caps
     assert "the others +14.0 (95 % interval 9.0 to 19.0)" in note
 
 
-def test_the_cell_that_misses_a_limit_is_named(run, capsys):
-    edit(run, "matrix", "grpo", "bf16", "end_of_turn_rate", value=0.25)
-    assert decide(run) == 1
-    assert "0.25 (grpo in bf16)" in capsys.readouterr().out
-
-
 def test_too_few_problems_are_refused_when_a_number_is_asked_for(run, capsys):
     assert decide(run, "--eval.gate.min_problems", "300") == 0
     assert decide(run, "--eval.gate.min_problems", "301") == 1
     assert ">= 301" in capsys.readouterr().out and not promoted(run)
+    assert read_json(run.merged / "grpo" / "fp8" / MANIFEST)["promotion"] is None
 
 
 @pytest.mark.parametrize(
@@ -238,24 +239,6 @@ def test_a_dry_run_judges_and_changes_nothing(run):
     assert decide(run, "--dry_run", "--eval.gate.max_policy_kl", "0.0001") == 1 and promoted(run)
 
 
-def test_limits_come_from_the_configuration_and_its_overrides(run):
-    assert decide(run, "--eval.gate.min_gain", "0.15") == 1
-    assert decide(run, "--eval.gate.min_gain", "0.13") == 0
-
-
-def test_a_promotion_is_taken_back_by_a_gate_that_does_not_pass(run):
-    assert decide(run) == 0 and promoted(run)
-    assert decide(run, "--eval.gate.max_policy_kl", "0.0001") == 1
-    assert not promoted(run)
-    assert read_json(run.merged / "grpo" / "fp8" / MANIFEST)["promotion"] is None
-
-
-def test_the_number_of_problems_that_would_decide_is_given(run, capsys):
-    edit(run, "gain", "fp8", value=estimate(0.03, -0.03, 0.09))
-    assert decide(run) == 1
-    assert "about 1200 problems instead of 300 would decide" in capsys.readouterr().out
-
-
 def _tamper(run):
     (run.merged / "grpo" / "fp8" / "model.safetensors").write_bytes(b"WEIGHTS of grpo fp8")
 
@@ -273,6 +256,11 @@ def _merge_again(run, policy="grpo", name="fp8"):
     write_manifest(place, "checkpoint", **facts)
 
 
+def _without_bf16(run):
+    for policy in ("base", "grpo"):
+        edit(run, "matrix", policy, value={"fp8": read_json(run.eval_file)["matrix"][policy]["fp8"]})
+
+
 def _other_problem(run):
     file = run.path.parent / "test.jsonl"
     file.write_text(file.read_text().replace("round 2", "round 22"))
@@ -288,6 +276,12 @@ def _other_problem(run):
         (lambda run: _merge_again(run, "base", "fp8"), [], "artifact_hash of base in fp8"),
         (lambda run: _merge_again(run, "base", "bf16"), [], "artifact_hash of base in bf16"),
         (_other_problem, [], "stale: its problems_hash"),
+        (_without_bf16, [], r"no base in bf16, grpo in bf16: .* fp8 with bf16\. .*--formats fp8 bf16"),
+        (
+            lambda run: shutil.rmtree(run.merged / "base" / "bf16"),
+            [],
+            r"base/bf16 does not exist any more.*--format bf16",
+        ),
         (
             lambda run: edit(run, "eval", "seed", value=7),
             [],
@@ -335,21 +329,6 @@ def test_an_evaluation_before_the_template_had_arguments_is_judged_as_one_withou
     assert decide(run) == 0
     with pytest.raises(BadInput, match=r"data\.chat_template_kwargs was \{\}, it is \{'enable_thinking': False\}"):
         decide(run, "--data.chat_template_kwargs={enable_thinking: false}")
-
-
-def test_an_evaluation_without_bf16_cannot_be_gated(run):
-    result = read_json(run.eval_file)
-    for policy in ("base", "grpo"):
-        del result["matrix"][policy]["bf16"]
-    write_json(run.eval_file, result)
-    with pytest.raises(BadInput, match=r"no base in bf16, grpo in bf16: .* fp8 with bf16\. .*--formats fp8 bf16"):
-        decide(run)
-
-
-def test_a_measured_checkpoint_that_is_gone_is_named(run):
-    shutil.rmtree(run.merged / "base" / "bf16")
-    with pytest.raises(BadInput, match=r"base/bf16 does not exist any more.*--format bf16"):
-        decide(run)
 
 
 def leak(run: RunDir, question: str, split: str = "test") -> None:

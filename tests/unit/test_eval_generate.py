@@ -47,14 +47,6 @@ def ask(questions=QUESTIONS):
     return [[{"role": "user", "content": question}] for question in questions]
 
 
-def test_the_chat_template_is_applied_exactly_once(tokenizer):
-    for prompt in generate.render_prompts(tokenizer, ask()):
-        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
-        assert tokenizer.decode(ids).count("<|im_start|>assistant") == 1
-        assert prompt.endswith("<|im_start|>assistant\n")
-
-
 def test_what_reaches_the_model_is_the_template_applied_once(model, tokenizer):
     seen = []
     original = model.generate
@@ -112,6 +104,9 @@ def test_several_greedy_samples_are_refused_as_the_same_completion(model, tokeni
     for wrong in ({"samples": 0}, {"temperature": -1.0}, {"temperature": math.nan}):
         with pytest.raises(BadInput, match="must be 0"):
             generate.generate(model, tokenizer, ask(), 4, **wrong)
+    for limit, batch_size in ((0, 4), (4, 0)):
+        with pytest.raises(BadInput, match="at least 1"):
+            generate.generate(model, tokenizer, ask(), limit, batch_size)
 
 
 def test_noise_turns_argmax_into_samples_of_softmax_that_are_independent_across_rows():
@@ -166,9 +161,7 @@ def test_a_completion_cut_at_the_limit_is_counted_as_cut(model, tokenizer):
     for generation in generate.generate(model, tokenizer, ask(), 5):
         assert generation.ended != generation.hit_max_tokens
         assert generation.ended or generation.tokens == 5
-
-
-def test_a_stop_token_in_the_last_place_is_an_end_and_not_a_cut(tokenizer):
+    # A stop token in the last place is an end.
     finished = generate.finish(tokenizer, [20, 21, tokenizer.eos_token_id], [tokenizer.eos_token_id], 3)
     assert dataclasses.astuple(finished)[2:] == (2, True, False)
 
@@ -181,13 +174,6 @@ def test_the_models_own_sampling_settings_change_nothing(model, tokenizer):
     assert model.generation_config is own
 
 
-def test_a_tokenizer_without_chat_template_is_refused(model):
-    bare = byte_tokenizer()
-    bare.chat_template = None
-    with pytest.raises(BadInput, match="no chat template"):
-        generate.generate(model, bare, ask(), 4)
-
-
 def test_a_model_that_does_not_stop_at_the_end_of_turn_is_refused(model, tokenizer):
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     with pytest.raises(BadInput, match=r"'<\|im_end\|>' \(id \d+\), which is not among the model's stop tokens"):
@@ -195,22 +181,9 @@ def test_a_model_that_does_not_stop_at_the_end_of_turn_is_refused(model, tokeniz
     model.generation_config.eos_token_id = None
     with pytest.raises(BadInput, match=r"\(none\)"):
         generate.generate(model, tokenizer, ask(), 4)
-
-
-def test_a_template_that_never_closes_a_turn_is_refused(model):
-    open_ended = byte_tokenizer()
-    open_ended.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    with pytest.raises(BadInput, match="no special token"):
-        end_of_turn_token(open_ended)
-
-
-def test_end_of_turn_is_read_from_the_template_and_not_from_the_tokenizers_eos():
     other = byte_tokenizer()
-    other.eos_token = "<|endoftext|>"
+    other.eos_token = "<|endoftext|>"  # the end of a turn is read from the template
     assert end_of_turn_token(other) == other.convert_tokens_to_ids("<|im_end|>")
-
-
-@pytest.mark.parametrize(("limit", "batch_size"), [(0, 4), (4, 0)])
-def test_a_limit_or_batch_below_one_is_refused(model, tokenizer, limit, batch_size):
-    with pytest.raises(BadInput, match="at least 1"):
-        generate.generate(model, tokenizer, ask(), limit, batch_size)
+    other.chat_template = None
+    with pytest.raises(BadInput, match="no chat template"):
+        generate.generate(model, other, ask(), 4)

@@ -77,6 +77,8 @@ def test_every_format_is_measured_at_every_concurrency_and_recorded(run, capsys)
         assert 0.001 <= row["itl_p50_s"] < row["latency_p50_s"]
         assert row["tokens_per_chunk"] == 1.0
         assert 0 < row["tokens_per_s"] <= row["batch"] * 4 / 0.008
+    pids = [int((run / "merged/grpo" / name / "pid").read_text()) for name in ("bf16", "fp8")]
+    assert len(set(pids)) == 2 and [started_at(pid) for pid in pids] == [None, None]
     shown = capsys.readouterr().out
     assert "fp8: batch   4" in shown and "weights 2.89 GiB, KV cache 118.51 GiB" in shown
 
@@ -125,12 +127,6 @@ def test_completions_of_another_length_fail_the_format(run):
     write_manifest(run / "merged/grpo/fp8", "checkpoint", policy="grpo", format="fp8")
     assert serving.main(["--run", str(run), "--formats", "fp8", *SMALL]) == 1
     assert "came back with 8 and 3" in read_json(run / "serving.json")["failed"]["fp8"]["error"]
-
-
-def test_no_server_outlives_the_command(run):
-    assert serving.main(["--run", str(run), *SMALL]) == 0
-    pids = [int((run / "merged/grpo" / name / "pid").read_text()) for name in ("bf16", "fp8")]
-    assert len(set(pids)) == 2 and [started_at(pid) for pid in pids] == [None, None]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -196,7 +192,7 @@ def test_what_cannot_be_measured_is_refused_before_a_server_starts(run, monkeypa
         serving.main([word.replace("RUN", str(run)) for word in arguments])
 
 
-def test_a_cut_checkpoint_is_refused(run):
+def test_a_truncated_checkpoint_is_refused(run):
     (run / "merged/grpo/fp8/model.safetensors").write_bytes(b"x")
     with pytest.raises(BadInput, match="is not whole"):
         serving.main(["--run", str(run), *SMALL])

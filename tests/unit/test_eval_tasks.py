@@ -43,6 +43,12 @@ def write(folder: Path, name: str, rows: list[dict]) -> Path:
     return file
 
 
+def words(records: list[Record]) -> str:
+    """right, wrong, undecided or unparsed, for each record."""
+    named = {True: "right", False: "wrong", None: "undecided"}
+    return " ".join(named[one.correct] if one.parsed else "unparsed" for one in records)
+
+
 def judged(scoring: Scoring, problem: Problem, *texts: str, prompt: str | None = None) -> list[Record]:
     turns = [{"role": "user", "content": prompt or problem.question}]
     made = [Generation(text, text, 9, True, False) for text in texts]
@@ -77,7 +83,7 @@ def test_svamp_asks_body_and_question_and_its_decimal_answers_are_numbers(tmp_pa
     found = judged(
         scoring_of(asked), problems[0], "\\boxed{145}", "\\boxed{145.0}", "#### 145", "\\boxed{290/2}", "\\boxed{14.5}"
     )
-    assert [record.correct for record in found] == [True, True, True, True, False]
+    assert words(found) == "right right right right wrong"
     assert [record.sample for record in found] == [0, 1, 2, 3, 4]
 
 
@@ -87,13 +93,7 @@ def test_math500_is_read_with_either_name_of_its_question(tmp_path, question):
     asked = task_config(config(), "math500", file)
     (problem,) = load_problems(asked.data, "eval")
     found = judged(scoring_of(asked), problem, "\\boxed{0.5}", "\\boxed{\\dfrac12}", "\\boxed{2}", "1/2", "\\boxed{\\")
-    assert [(record.correct, record.parsed) for record in found] == [
-        (True, True),
-        (True, True),
-        (False, True),
-        (False, False),
-        (False, False),
-    ]
+    assert words(found) == "right right wrong unparsed unparsed"
 
 
 def test_a_policy_is_asked_in_the_words_it_was_trained_with_where_the_answers_are_of_one_kind(tmp_path):
@@ -108,29 +108,16 @@ def test_a_policy_is_asked_in_the_words_it_was_trained_with_where_the_answers_ar
     assert asked.data.path is None and asked.data.eval_path == str(file)
     (problem,) = load_problems(asked.data, "eval")
     assert chat_messages(asked.data, problem)[-1]["content"] == "1+1?" + tasks.BOX
-
-
-def test_without_a_file_a_task_is_its_hub_data_set():
-    data = task_config(config(), "humaneval").data
-    assert (data.id, data.eval_split, data.question_column, data.answer_column) == (
-        "openai/openai_humaneval",
-        "test",
-        "prompt",
-        "test",
-    )
-    assert data.path is None and data.eval_path is None
+    hub = task_config(config(), "humaneval").data
+    names = (hub.id, hub.eval_split, hub.question_column, hub.answer_column, hub.path, hub.eval_path)
+    assert names == ("openai/openai_humaneval", "test", "prompt", "test", None, None)
 
 
 def test_countdown_is_judged_by_its_own_rules():
     problem = Problem("p", "Reach 22 with 3, 5, 7.", '{"numbers": [3, 5, 7], "target": 22}', "t:1")
     scoring = scoring_of(config(data={"path": "x", "answer_format": "countdown"}))
     found = judged(scoring, problem, "\\boxed{3*5+7}", "\\boxed{22}", "none", "\\boxed{7*3+1}")
-    assert [(record.correct, record.parsed) for record in found] == [
-        (True, True),
-        (False, True),
-        (False, False),
-        (False, True),
-    ]
+    assert words(found) == "right wrong unparsed wrong"
 
 
 # ------------------------------------------------------------------------------------------------------------ code
@@ -160,13 +147,15 @@ FORGED = [
         ("0", False, False, False),
         ("Yes", False, False, False),
         ("add = lambda a, b: a + b", True, True, False),
+        ("```python\ndef add(a, b):\n    return 3\n```", True, False, False),  # passes one of its two tests
         (f"```python\n{ADD}\n```\nor better\n```python\ndef add(a, b):\n    return 0\n```", True, False, False),
         ("def add(a, b): return a + b\n" + "#" * 200_000, False, False, False),
         *((f"```python\n{forged}\n```", True, False, False) for forged in FORGED),
     ],
 )
 def test_code_is_right_when_the_sandbox_says_so_and_strictly_right_in_a_block(text, parsed, correct, strict):
-    (record,) = judged(code_scoring("mbpp"), code_problem(MBPP, "mbpp"), text)
+    (record,) = judged(code_scoring("mbpp", partial=True), code_problem(MBPP, "mbpp"), text)
+    assert record.reward == float(correct)
     assert (record.parsed, record.correct, record.correct_strict) == (parsed, correct, strict)
     assert record.answer is None if not parsed else record.answer.strip() in text
 
@@ -200,12 +189,6 @@ def test_what_the_sandbox_could_not_decide_is_undecided_and_not_wrong(monkeypatc
     assert (record.parsed, record.correct, record.correct_strict, record.reward) == (True, None, None, None)
     with pytest.raises(CheckFailed, match="none of 1"):
         summarize([record])
-
-
-def test_a_share_of_the_tests_is_not_a_right_program():
-    half = "```python\ndef add(a, b):\n    return 3\n```"
-    (record,) = judged(code_scoring("mbpp", partial=True), code_problem(MBPP, "mbpp"), half)
-    assert (record.correct, record.reward) == (False, 0.0)
 
 
 def test_equal_completions_of_a_problem_are_run_once(monkeypatch):
@@ -291,16 +274,13 @@ def test_a_reward_of_the_users_decides_from_the_threshold_on_and_its_mean_is_rep
     assert scoring.version and json.dumps([dataclasses.asdict(record) for record in found])
 
 
-def test_a_reward_gets_the_columns_it_names_and_no_others(module):
-    (record,) = judged(scoring_of(config(eval={"reward": f"{module}:named"})), PLAIN, "ab")
-    assert (record.correct, record.reward) == (True, 1.0)
-
-
 def test_a_reward_of_none_or_nan_is_undecided(module):
     found = judged(scoring_of(config(eval={"reward": f"{module}:torn"})), PLAIN, "a", "b", "c", "d")
     assert [record.correct for record in found] == [None, None, True, True]
     assert [record.reward for record in found][:2] == [None, None]
     assert json.dumps(summarize(found), allow_nan=False), "an infinite reward has no mean, and eval.json is written"
+    (record,) = judged(scoring_of(config(eval={"reward": f"{module}:named"})), PLAIN, "ab")
+    assert (record.correct, record.reward) == (True, 1.0)  # it gets the columns that it names
 
 
 @pytest.mark.parametrize(
@@ -335,7 +315,7 @@ def test_a_reward_of_the_kit_is_named_and_takes_the_runs_options():
     texts = ["<answer>3.14</answer>", "<answer>3.141</answer>", "\\boxed{3.14}"]
     reward = {"options": {"math": {"answer_tag": "<answer>", "tolerance": 0.01}}}
     found = judged(scoring_of(config(eval={"reward": "math"}, reward=reward)), problem, *texts)
-    assert [(record.correct, record.parsed) for record in found] == [(True, True), (True, True), (False, False)]
+    assert words(found) == "right right unparsed"
 
 
 def test_any_jsonl_needs_a_reward_and_keeps_references_as_they_are(tmp_path, module):
@@ -411,9 +391,7 @@ def test_columns_named_for_a_task_are_not_those_of_the_training_problems(tmp_pat
 def test_the_known_problem_sets_load_whole():
     folder = Path(os.environ.get("GRPO_KIT_DATA") or Path(__file__).parents[3] / "shared" / "data")
     files = {
-        "gsm8k": ("gsm8k", 1319),
-        "svamp": ("svamp", 1000),
-        "mbpp": ("mbpp/sanitized-mbpp.json", 427),
+        **{"gsm8k": ("gsm8k", 1319), "svamp": ("svamp", 1000), "mbpp": ("mbpp/sanitized-mbpp.json", 427)},
         "humaneval": ("humaneval/HumanEval.jsonl.gz", 164),
     }
     if not all((folder / file).exists() for file, _ in files.values()):
