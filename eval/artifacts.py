@@ -62,22 +62,18 @@ def artifact(run: RunDir, policy: str, name: str) -> Artifact:
     """
     path = run.merged / policy / name
     manifest = read_manifest(path, "checkpoint", deep=True)
-    if (manifest.get("policy"), manifest.get("format")) != (policy, name):
+    again = f"Merge it again: {merge_command(run, [name])} --overwrite"
+    if (found := (manifest.get("policy"), manifest.get("format"))) != (policy, name):
+        raise BadInput(f"{path} holds {found[0]}/{found[1]} according to its manifest. {again}")
+    base, expected = manifest.get("base_hash"), run.base()["hash"]
+    if base != expected:
         raise BadInput(
-            f"{path} holds {manifest.get('policy')}/{manifest.get('format')} by its manifest. Merge it again: "
-            f"{merge_command(run, [name])} --overwrite"
-        )
-    expected = run.base()["hash"]
-    if manifest.get("base_hash") != expected:
-        raise BadInput(
-            f"{path} was made of another base: its base_hash is {manifest.get('base_hash')}, the run's base.json says "
-            f"{expected}. Merge it again: {merge_command(run, [name])} --overwrite"
+            f"{path} was made from another base: its base_hash is {base}, the run's base.json says {expected}. {again}"
         )
     trained, defaults = arguments_of(run.config()), manifest.get("chat_template_kwargs", {})
     if defaults != trained:
         raise BadInput(
-            f"{path} renders prompts with chat_template_kwargs {defaults}, the run was trained with {trained}. Merge "
-            f"it again: {merge_command(run, [name])} --overwrite"
+            f"{path} renders prompts with chat_template_kwargs {defaults}, the run was trained with {trained}. {again}"
         )
     return Artifact(path, manifest, artifact_hash(manifest))
 
@@ -143,7 +139,7 @@ def find_sources(run: RunDir, formats: list[str]) -> Sources:
             )
         if digest is not None and adapter_hash(manifest) != digest:
             raise BadInput(
-                f"{adapter} hashes to {adapter_hash(manifest)}, the merged checkpoints were made of {digest}. Merge "
+                f"{adapter} hashes to {adapter_hash(manifest)}, the merged checkpoints were made from {digest}. Merge "
                 f"again: {merge_command(run, merged)} --overwrite"
             )
         version, digest = manifest.get("version"), adapter_hash(manifest)

@@ -57,11 +57,13 @@ def check_backend(backend: str, temperature: float, samples: int) -> None:
     check_sampling(temperature, samples)
     if backend != "transformers" and 0 < temperature < LOWEST_TEMPERATURE:
         raise BadInput(
-            f"eval.temperature ({temperature}) is below {LOWEST_TEMPERATURE}, which vLLM would take for "
+            f"eval.temperature ({temperature}) is below {LOWEST_TEMPERATURE}, which vLLM would raise to "
             f"{LOWEST_TEMPERATURE}. Use 0 for greedy completions, or eval.backend transformers."
         )
     if backend == "server" and temperature > HIGHEST_TEMPERATURE:
-        raise BadInput(f"eval.temperature ({temperature}) is above {HIGHEST_TEMPERATURE:g}, the most a server takes.")
+        raise BadInput(
+            f"eval.temperature ({temperature}) is above {HIGHEST_TEMPERATURE:g}, the maximum that servers accept."
+        )
 
 
 def load_tokenizer(place: str | Path, asking: Asking) -> "PreTrainedTokenizerBase":

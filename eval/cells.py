@@ -72,11 +72,11 @@ def read_cell(folder: Path, policy: str, name: str, identity: dict) -> tuple[Cel
         known, hashed = meta["identity"], meta["records"]
         facts = (meta["engine"], meta["compute_dtype"], meta.get("engine_facts", {}), meta["seconds"])
     except (BadInput, KeyError, TypeError):
-        return None, f"{header.name} is not whole"
+        return None, f"{header.name} is incomplete"
     if other := differing(known, json.loads(json.dumps(identity))):
         return None, f"measured with another {', '.join(other)}"
     if file_hash(final) != hashed:
-        return None, f"{final.name} is not the one that {header.name} speaks of"
+        return None, f"{final.name} does not match {header.name}"
     records = read_records(final)
     return Cell(records, *facts, reused=True), ""
 

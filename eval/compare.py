@@ -69,8 +69,8 @@ def _check_same_problems(records: Records) -> int:
             first, shape, ids = cell, sizes, seen
         elif sizes != shape or seen != ids:
             raise BadInput(
-                f"the records of {_cell(cell)} are not of the problems of {_cell(first)}, in their order and number "
-                f"of completions: {sizes[0]} problems of {sizes[1]} against {shape[0]} of {shape[1]}. Evaluate again."
+                f"the records of {_cell(cell)} do not match those of {_cell(first)} in problems, order and number of "
+                f"completions: {sizes[0]} problems of {sizes[1]} against {shape[0]} of {shape[1]}. Evaluate again."
             )
     return shape[1] if shape else 1
 

@@ -117,7 +117,7 @@ def tokenizer_place(run: RunDir, policy: str, name: str, given: Path | None) -> 
     """Directory of the tokenizer that the endpoint must have: `given`, the merged checkpoint, or the original one."""
     if given is not None:
         if not given.is_dir():
-            raise BadInput(f"--tokenizer {given} is no directory.")
+            raise BadInput(f"--tokenizer {given} is not a directory.")
         return given
     if (run.merged / policy / name / "config.json").is_file():
         return run.merged / policy / name

@@ -148,23 +148,21 @@ def check_measurement(run: RunDir, config: Config, result: dict) -> None:
     """Raise `BadInput` unless the evaluation measured as the configuration says."""
     measured = result.get("eval") or {}
     expected = {key: value for key, value in measurement(config).items() if key not in NOT_COMPARED}
+    options, wanted = result.get("reward_options", {}), config.reward.options
     if other := [key for key, value in expected.items() if measured.get(key) != value]:
-        named = [
-            f"--eval.{key} {shlex.quote('null' if measured[key] is None else str(measured[key]))}"
-            for key in other
-            if key in measured
-        ]
-        instead = f", or gate what was measured with {' '.join(named)}" if len(named) == len(other) else ""
-        raise BadInput(
-            f"eval.json was measured in another way than the configuration names: eval.{other[0]} was "
-            f"{measured.get(other[0])!r}, it is {expected[other[0]]!r}. {_again(run, result)}{instead}"
-        )
-    if (options := result.get("reward_options", {})) != config.reward.options:
-        raise BadInput(
-            f"eval.json was measured in another way than the configuration names: reward.options was {options}, it is "
-            f"{config.reward.options}. {_again(run, result)}, or gate what was measured with --reward.options "
-            f"{shlex.quote(json.dumps(options))}"
-        )
+        key, was, now = f"eval.{other[0]}", measured.get(other[0]), expected[other[0]]
+        known = {f"eval.{name}": measured[name] for name in other if name in measured}
+        flags = {name: "null" if value is None else str(value) for name, value in known.items()}
+        flags = flags if len(flags) == len(other) else {}
+    elif options != config.reward.options:
+        key, was, now, flags = "reward.options", options, wanted, {"reward.options": json.dumps(options)}
+    else:
+        return
+    instead = " ".join(f"--{name} {shlex.quote(value)}" for name, value in flags.items())
+    raise BadInput(
+        f"eval.json was measured with other settings than the configuration has: {key} was {was!r}, it is {now!r}. "
+        f"{_again(run, result)}{f', or gate what was measured with {instead}' if instead else ''}"
+    )
 
 
 def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact) -> None:

@@ -30,7 +30,7 @@ from eval.result import read_result, run_config
 from kit.core.config.schema import DataConfig
 from kit.core.errors import DONE, BadInput, CheckFailed
 from kit.core.run_directory import RunDir, file_hash, manifest_as_written, read_json, write_json
-from kit.data.problems import SUFFIXES, TEXT_FORMATS, Problem, chat_messages
+from kit.data.problems import TEXT_FORMATS, Problem, chat_messages
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("kit_gsm8k", "kit_problems")
@@ -203,8 +203,8 @@ def _shots(measured: Measured, arguments: argparse.Namespace) -> Path | None:
         file = file / f"{data.train_split}.jsonl" if file.is_dir() else file
     if file.suffix != ".jsonl" or not file.is_file():
         raise BadInput(
-            f"--num_fewshot {arguments.num_fewshot} needs worked examples, and {file} is no jsonl of them (columns "
-            f"question, answer; of {', '.join(SUFFIXES)} only jsonl). Name one with --fewshot, or use --num_fewshot 0."
+            f"--num_fewshot {arguments.num_fewshot} needs worked examples, and {file} is not a jsonl file of them "
+            "(columns question, answer). Name one with --fewshot, or use --num_fewshot 0."
         )
     return file.resolve()
 

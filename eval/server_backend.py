@@ -170,7 +170,7 @@ class Client:
         except BadInput:
             self.facts["without_arguments"] = "another prompt"
             print(
-                f"WARNING: clients that do not send chat_template_kwargs {arguments} to {self.url} ask another prompt "
+                f"WARNING: clients that do not send chat_template_kwargs {arguments} to {self.url} get another prompt "
                 "than the policy was trained on. Serve a checkpoint that merge wrote, which has them as defaults.",
                 flush=True,
             )
@@ -213,19 +213,19 @@ class Client:
             near = slice(max(place - 10, 0), place + 10)
             shown, wanted = (self.encoded.tokenizer.decode(ids[near]) for ids in (theirs, ours))
             raise BadInput(
-                f"{self.url} makes {len(theirs)} tokens of a prompt of which the checkpoint's tokenizer and chat "
-                f"template make {len(ours)}; token {place} is in {shown!r} where {wanted!r} is expected. {_TEMPLATE}"
+                f"{self.url} encodes a prompt into {len(theirs)} tokens, the checkpoint's tokenizer and chat template "
+                f"into {len(ours)}; token {place} is in {shown!r} where {wanted!r} is expected. {_TEMPLATE}"
             )
         count = (answer.get("usage") or {}).get("prompt_tokens")
         if not isinstance(count, int):
             raise BadInput(
-                f"{self.url} does not report how many tokens a prompt has (usage.prompt_tokens), so it cannot be "
-                "checked to apply the chat template. Measure the checkpoint with --eval.backend vllm."
+                f"{self.url} does not report how many tokens a prompt has (usage.prompt_tokens), so it is "
+                "unknown whether it applies the chat template. Measure the checkpoint with --eval.backend vllm."
             )
         if count not in (len(ours), n * len(ours)):  # some count the prompt once for each completion
             raise BadInput(
-                f"{self.url} makes {count} tokens of a prompt of which the checkpoint's tokenizer and chat template "
-                f"make {len(ours)}: it applies another template or none, or adds a token. {_TEMPLATE}"
+                f"{self.url} encodes a prompt into {count} tokens, the checkpoint's tokenizer and chat template into "
+                f"{len(ours)}: it applies another template or none, or adds a token. {_TEMPLATE}"
             )
 
     def _generation(self, choice: dict) -> Generation:
@@ -253,9 +253,9 @@ class Client:
         try:
             return self.http.request(method, self.url + path, json=content, timeout=timeout)
         except requests.exceptions.InvalidURL as error:
-            raise BadInput(f"{self.url} is no URL of a server: {error}") from None
+            raise BadInput(f"{self.url} is not the URL of a server: {error}") from None
         except (requests.exceptions.MissingSchema, requests.exceptions.InvalidSchema):
-            raise BadInput(f"{self.url!r} is no URL of a server. Write it as http://host:port.") from None
+            raise BadInput(f"{self.url!r} is not the URL of a server. Write it as http://host:port.") from None
         except requests.exceptions.RequestException as error:
             if "Read timed out" in str(error) or isinstance(error, requests.exceptions.ReadTimeout):
                 raise CheckFailed(
@@ -275,7 +275,7 @@ class Client:
     def _parsed(self, response: requests.Response, path: str) -> dict:
         where, status = f"{self.url}{path}", response.status_code
         if status in (401, 403):
-            raise BadInput(f"{where} wants another API key. Set VLLM_API_KEY or OPENAI_API_KEY to the server's.")
+            raise BadInput(f"{where} rejected the API key. Set VLLM_API_KEY or OPENAI_API_KEY to the server's.")
         if status >= 500 or status in RETRIED:
             raise CheckFailed(f"{where} answered {status} {ATTEMPTS} times: {_error_in(response)}")
         if status >= 400:
@@ -285,7 +285,7 @@ class Client:
         except requests.exceptions.JSONDecodeError:
             answer = None
         if not isinstance(answer, dict):
-            raise BadInput(f"{where} is no OpenAI-compatible server: it answered {response.text[:120]!r}.")
+            raise BadInput(f"{where} is not an OpenAI-compatible server: it answered {response.text[:120]!r}.")
         return answer
 
 

@@ -159,7 +159,7 @@ def find_checkpoints(arguments: argparse.Namespace) -> dict[str, Path]:
             )
         if not wanted and not arguments.model:
             raise BadInput(
-                f"{folder} holds no checkpoint. Make some: python -m merge --run {run.as_argument} --format bf16"
+                f"{folder} holds no checkpoint. Make one: python -m merge --run {run.as_argument} --format bf16"
             )
         rank = {name: place for place, name in enumerate(FORMATS)}
         for name in sorted(wanted, key=lambda name: (rank.get(name, len(rank)), name)):
@@ -287,8 +287,8 @@ def measure(settings: Settings, name: str) -> dict:
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     if blurred := [row["batch"] for row in rows if row["tokens_per_chunk"] > BLURRED]:
         facts["notes"].append(
-            f"with {', '.join(map(str, blurred))} requests at a time the server passed several tokens on at once "
-            "(tokens_per_chunk): time to first token and between tokens say little there, throughput and latency do"
+            f"with {', '.join(map(str, blurred))} requests at a time the server sent several tokens at once "
+            "(tokens_per_chunk): times to the first token and between tokens are unreliable there"
         )
     return {**facts, "start_s": round(start_s, 2), "bytes": size, "batches": rows}
 
@@ -322,8 +322,8 @@ def memory(log: list[str], settings: Settings) -> dict:
     tokens, needed = result["kv_cache_tokens"], max(settings.batches) * (settings.prompt_tokens + settings.new_tokens)
     if tokens is not None and tokens < needed:
         notes.append(
-            f"{max(settings.batches)} requests need {needed:,} tokens of KV cache and there are {tokens:,}: the "
-            "largest batches wait in part"
+            f"{max(settings.batches)} requests need {needed:,} tokens of KV cache and there are {tokens:,}: part of "
+            "the largest batches waits"
         )
     return result | {"notes": notes}
 

@@ -124,7 +124,7 @@ def scoring_of(config: Config) -> Scoring:
             return MATH
         if form == "any":
             raise BadInput(
-                "data.answer_format any says nothing about when an answer is right. Name a reward: --eval.reward "
+                "data.answer_format any does not define when an answer is right. Name a reward: --eval.reward "
                 "module:function, or one of reward/README.md."
             )
         name = "countdown" if form == "countdown" else "code"
@@ -179,7 +179,7 @@ def _check_code(config: Config, name: str, function: Callable) -> None:
     if getattr(function, "executes_code", False) and not config.reward.allow_code_execution:
         raise BadInput(
             f"{name} runs code that the model wrote. Allow it with --allow_code_execution, or in the run's YAML with "
-            "reward.allow_code_execution: true, after reading in reward/README.md what the sandbox keeps out."
+            "reward.allow_code_execution: true. reward/README.md says what the sandbox blocks."
         )
 
 

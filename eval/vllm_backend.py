@@ -119,7 +119,7 @@ def advice(reason: str) -> str:
     text = reason.lower()
     if any(sign in text for sign in ("memory", "kv cache", "sigkill")):
         return (
-            "Give it less to hold: lower server.max_num_seqs or eval.max_new_tokens, set server.kv_cache_gib, or "
+            "Reduce its memory: lower server.max_num_seqs or eval.max_new_tokens, set server.kv_cache_gib, or "
             "spread it with server.tensor_parallel."
         )
     if any(sign in text for sign in ("support", "quantization", "capability", "notimplemented", "kernel")):
@@ -127,4 +127,4 @@ def advice(reason: str) -> str:
             "vLLM has no kernel for this format on this machine: leave the format out with --formats, or measure it "
             "with --eval.backend transformers."
         )
-    return "Measure with --eval.backend transformers, or go on from here with --reuse once it is fixed."
+    return "Measure with --eval.backend transformers, or continue with --reuse once it is fixed."

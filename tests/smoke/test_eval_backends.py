@@ -96,8 +96,8 @@ def test_cells_measured_before_are_kept_while_nothing_they_depend_on_changed(run
     capsys.readouterr()
     assert evaluate(*again) == 0
     assert measured == ["base-bf16", "grpo-w4a16"]
-    assert "grpo/w4a16: grpo-w4a16.jsonl is not the one that" in (shown := capsys.readouterr().out)
-    assert "base/bf16: base-bf16.meta.json is not whole" in shown
+    assert "grpo/w4a16: grpo-w4a16.jsonl does not match" in (shown := capsys.readouterr().out)
+    assert "base/bf16: base-bf16.meta.json is incomplete" in shown
     assert read_json(run.eval_file)["matrix"]["grpo"]["w4a16"]["correct"] == EIGHTS
     measured.clear()
     assert evaluate(*again, "--eval.max_new_tokens", 12) == 0

@@ -339,7 +339,7 @@ def test_a_problem_undecided_in_one_cell_leaves_every_comparison_with_it():
     ],
 )
 def test_cells_of_other_problems_are_not_compared(other):
-    with pytest.raises(BadInput, match="grpo in bf16 are not of the problems of base in bf16"):
+    with pytest.raises(BadInput, match="grpo in bf16 do not match those of base in bf16"):
         judged({"bf16": (cell([True], [True]), other)})
 
 

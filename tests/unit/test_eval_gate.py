@@ -290,7 +290,7 @@ def _other_problem(run):
         (lambda run: edit(run, "eval", "temperature", value=1.0), [], "eval.temperature was 1.0"),
         (lambda run: edit(run, "eval", "max_new_tokens", value=9), [], "eval.max_new_tokens was 9, it is 256"),
         (lambda run: edit(run, "eval", "bootstrap_samples", value=100), [], "eval.bootstrap_samples was 100"),
-        (lambda run: edit(run, "eval", value=None), [], "measured in another way"),
+        (lambda run: edit(run, "eval", value=None), [], "measured with other settings"),
         (
             lambda run: edit(run, "reward_options", value={"math": {"tolerance": 0.5}}),
             [],

@@ -247,7 +247,7 @@ def test_another_chat_template_is_told_by_the_number_of_prompt_tokens(stub, plac
         return 200, {**completion(request, choice("4")), "usage": {"prompt_tokens": count(request["messages"]) + more}}
 
     stub.answer = other
-    with pytest.raises(BadInput, match=r"makes \d+ tokens of a prompt .* another template or none"):
+    with pytest.raises(BadInput, match=r"into \d+ tokens, .* another template or none"):
         measure(stub, place)
     assert bool(stub.measured()) == bool(question)
 
@@ -288,7 +288,7 @@ def test_the_key_is_sent_and_a_wrong_one_is_told(stub, place, monkeypatch):
     measure(stub, place)
     assert set(stub.keys) == {"Bearer sk-mine"}
     stub.answer = lambda request: (401, {"error": {"message": "no"}})
-    with pytest.raises(BadInput, match=r"another API key\. Set VLLM_API_KEY or OPENAI_API_KEY") as caught:
+    with pytest.raises(BadInput, match=r"rejected the API key\. Set VLLM_API_KEY or OPENAI_API_KEY") as caught:
         measure(stub, place)
     assert "sk-mine" not in str(caught.value)
 
@@ -301,7 +301,7 @@ def test_the_key_is_sent_and_a_wrong_one_is_told(stub, place, monkeypatch):
             CheckFailed,
             r"no answer from http://127\.0\.0\.1:9/v1/models in 4 attempts: .*refused",
         ),
-        ("127.0.0.1:8000", BadInput, "no URL of a server"),
+        ("127.0.0.1:8000", BadInput, "not the URL of a server"),
         ("ftp://127.0.0.1", BadInput, "Write it as http://host:port"),
     ],
 )

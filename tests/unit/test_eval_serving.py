@@ -119,7 +119,7 @@ def test_a_server_that_streams_in_lumps_is_pointed_out(run):
     assert serving.main(["--run", str(run), "--formats", "fp8", *SMALL]) == 0
     found = read_json(run / "serving.json")["formats"]["fp8"]
     assert {row["tokens_per_chunk"] for row in found["batches"]} == {4.0}
-    assert "with 1, 4 requests at a time the server passed several tokens on at once" in found["notes"][0]
+    assert "with 1, 4 requests at a time the server sent several tokens at once" in found["notes"][0]
 
 
 def test_completions_of_another_length_fail_the_format(run):
