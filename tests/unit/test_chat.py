@@ -215,7 +215,7 @@ def test_a_server_renders_the_prompt_of_the_training_or_is_told_to(thinking, mer
     assert "get another prompt than the policy was trained on" in capsys.readouterr().out
     # of the base, which takes no arguments
     serve(stub, thinking.model, takes_arguments=False)
-    with pytest.raises(BadInput, match=r"makes .* tokens of a prompt of which the checkpoint's tokenizer"):
+    with pytest.raises(BadInput, match=r"into .* tokens, the checkpoint's tokenizer"):
         ask_server(Endpoint(stub.url), thinking.model, thinking.asking)
     capsys.readouterr()
     # of the merged checkpoint
