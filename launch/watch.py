@@ -34,8 +34,6 @@ PIPE_COLUMNS = 80
 # Fields of a step's line in a pipe, in this order; a distillation shows its divergence in place of the KL.
 LINE = ("reward", "KL", "entropy", "zero spread", "clipped", "truncated", "grad norm", "step seconds")
 
-__all__ = ["MetricsLog", "frame", "main"]
-
 
 def step_line(row: dict, total: int | None) -> str:
     """One step as one line with a fixed field order, for pipes."""

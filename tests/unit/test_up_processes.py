@@ -191,7 +191,8 @@ DIES_LATER = "import os, threading; threading.Timer(1.5, lambda: os._exit(3)).st
         ("import time; time.sleep(1); import os; os._exit(3)", "import sys; sys.exit('error: no answer')"),
     ],
 )
-def test_a_server_that_dies_ends_the_trainer(stand_ins, tmp_path, port, left, server, trainer):
+def test_a_server_that_dies_ends_the_trainer(stand_ins, tmp_path, port, left, monkeypatch, server, trainer):
+    monkeypatch.setattr(up, "FOLLOWED_S", 0.0)
     began = time.monotonic()
     with pytest.raises(CheckFailed, match=rf"the server at http://127.0.0.1:{port} ended with exit code 3") as failed:
         stand_ins(server=server, trainer=trainer.replace("NOTED", repr(str(tmp_path / "noted"))))

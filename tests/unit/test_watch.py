@@ -23,8 +23,8 @@ from kit.core.errors import run_command
 from kit.core.metrics_log import phases, progress
 from kit.core.run_directory import RunDir
 from kit.core.run_state import lock_run, trainer_pid
-from launch.watch import frame, main
-from launch.watching.page import duration, show, sparkline
+from launch.watch import main
+from launch.watching.page import duration, frame, show, sparkline
 from launch.watching.samples import latest_group, one_line
 from tests import processes
 from tests.conftest import Finished
