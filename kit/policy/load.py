@@ -111,24 +111,29 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
 def load_policy_base(config: Config) -> "torch.nn.Module":
     """Load the frozen base without an adapter, on this process's device except what `policy.embeddings` keeps on the
     host."""
-    from accelerate import PartialState
-
     from kit.policy.host_embedding import keep_embedding_on_host
 
-    model = load_frozen(
-        config.model.source,
-        config.policy.quantization,
-        dtype=config.model.dtype,
-        double_quantization=config.policy.double_quantization,
-        device=PartialState().device,
-        revision=config.model.revision,
-        attn_implementation=config.model.attn_implementation,
-        quant_storage=quant_storage(),
-    )
+    model = load_stored(config, config.model.source, config.model.revision, quant_storage=quant_storage())
     if config.policy.embeddings == "host":
         keep_embedding_on_host(model)
     model.generation_config = bare_generation_config(model.generation_config)
     return model
+
+
+def load_stored(config: Config, source: str, revision: str | None, **storage: "torch.dtype") -> "torch.nn.Module":
+    """Load a frozen model, stored as the configuration says of the base, on this process's device."""
+    from accelerate import PartialState
+
+    return load_frozen(
+        source,
+        config.policy.quantization,
+        dtype=config.model.dtype,
+        double_quantization=config.policy.double_quantization,
+        device=PartialState().device,
+        revision=revision,
+        attn_implementation=config.model.attn_implementation,
+        **storage,
+    )
 
 
 def bare_generation_config(own: "GenerationConfig") -> "GenerationConfig":

@@ -21,8 +21,8 @@ from kit.core.errors import BadInput
 from kit.core.lora import scale_of
 from kit.core.run_directory import RunDir, base_directory, check_adapter_file, read_json, read_manifest
 from kit.core.tokenizer_hash import tokenizer_hash
-from kit.policy.load import adapted_layers, check_same_base
-from kit.weights.frozen_base import load_frozen, unquantized_config
+from kit.policy.load import adapted_layers, check_same_base, load_stored
+from kit.weights.frozen_base import unquantized_config
 from kit.weights.model_files import check_complete
 
 if TYPE_CHECKING:
@@ -124,17 +124,7 @@ def load_teacher(config: Config) -> "torch.nn.Module | None":
     """Load another model as teacher, frozen, on this process's device; None if it is the student's own."""
     if is_own_model(config):
         return None
-    from accelerate import PartialState
-
-    model = load_frozen(
-        config.distill.teacher,
-        config.policy.quantization,
-        dtype=config.model.dtype,
-        double_quantization=config.policy.double_quantization,
-        device=PartialState().device,
-        revision=config.distill.teacher_revision,
-        attn_implementation=config.model.attn_implementation,
-    )
+    model = load_stored(config, config.distill.teacher, config.distill.teacher_revision)
     return model.eval().requires_grad_(False)
 
 

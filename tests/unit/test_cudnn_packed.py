@@ -22,7 +22,7 @@ from kit.policy.packed.attention import Sequences, mask_kind, row_length
 from kit.policy.packed.cudnn import attention, bucket_of, filled_up
 from kit.policy.packed.flash import FlashMask, flash_attention
 from kit.policy.packed.packing import check_packing
-from kit.policy.packed.span import Span
+from kit.policy.packed.span import Saved, Span
 from tests.conftest import CONFIG
 from tests.unit.test_flash_packed import (
     DIM,
@@ -118,7 +118,7 @@ class Graph:
         if "dO" in given:
             grad, out, lse = (part(given[name], counts_q) for name in ("dO", "o", "stats"))
             lse = lse[..., 0].t().double().contiguous()
-            answers = backward_stand_in(grad, q, *key_value, out, lse, span)
+            answers = backward_stand_in(grad, Saved(q, *key_value, out, lse), span)
             places = zip(self.found, (counts_q, counts_k, counts_k), strict=True)
         else:
             out, lse = forward_stand_in(q, *key_value, span)

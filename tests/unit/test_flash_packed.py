@@ -76,7 +76,8 @@ def forward_stand_in(query, key, value, span):
     return out, lse
 
 
-def backward_stand_in(grad, query, key, value, out, lse, span):
+def backward_stand_in(grad, saved, span):
+    query, key, value, out, lse = saved
     query_ends, key_ends, _, _, causal, scale = span
     assert lse.is_contiguous() and lse.shape == (query.shape[1], len(query))
     shared = heads_of_one(query, key)

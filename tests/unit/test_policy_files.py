@@ -386,9 +386,7 @@ def test_another_models_weights_are_frozen_and_its_dropout_is_off(monkeypatch):
 
     loaded = {}
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)).train()
-    monkeypatch.setattr(
-        teacher, "load_frozen", lambda *names, **options: loaded.update(options, names=names) or module
-    )
+    monkeypatch.setattr(policy, "load_frozen", lambda *names, **options: loaded.update(options, names=names) or module)
     config = configuration(**{"distill.teacher": "org/big", "distill.teacher_revision": "v2", "model.revision": "v1"})
     config.policy.quantization = "fp8"
     found = teacher.load_teacher(config)

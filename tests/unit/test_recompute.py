@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kit.core.config.recompute_rules import faults, recomputed_layers
 from kit.core.errors import BadInput
-from kit.plan import cost, memory
+from kit.plan import memory
 from kit.plan.fitting import candidates, lay_out
 from kit.plan.gpus import CARDS
-from kit.plan.recompute import least, resolve, set_recompute
+from kit.plan.recompute import resolve
 from kit.plan.shapes import shape_by_size
 from kit.plan.sizes import with_keys
 from kit.policy.recompute import _First, use_recompute
@@ -286,29 +286,6 @@ def test_the_key_that_was_there_before_is_refused_with_the_one_to_write():
 
 
 EIGHT = {"rollout__max_prompt_length": 1, "rollout__max_completion_length": 2047, "rollout__backend": "server"}
-
-
-@pytest.mark.parametrize(
-    ("card", "gib", "wanted"),
-    [("h200", None, "none"), ("h200", 13.0, "full"), ("h200", 60.0, "selective"), ("rtx4090", None, "full")],
-)
-def test_auto_takes_the_fastest_whose_high_figure_fits(card, gib, wanted):
-    made = config(**EIGHT, train__max_gpu_gib=gib, train__per_device_train_batch_size=4)
-    shape, card = shape_by_size("8b"), CARDS[card]
-    mode, fraction = least(shape, made, card, 1, 0)
-    assert mode == wanted
-
-    def high(mode, fraction):
-        parts = memory.update_parts(shape, set_recompute(made, mode, fraction), card)
-        one = memory.process_memory(parts, card)
-        return one.high - (one.low - memory.allocated(parts) if gib else 0)
-
-    def seconds(mode, fraction):
-        return cost.update_seconds(shape, set_recompute(made, mode, fraction), card, 4)
-
-    assert high(mode, fraction) <= (gib or card.gib)
-    for other in (("none", 1.0), ("selective", 0.5), ("selective", 1.0), ("full", 0.25), ("full", 0.5), ("full", 1.0)):
-        assert high(*other) > (gib or card.gib) or seconds(*other) >= seconds(mode, fraction), other
 
 
 def test_auto_is_resolved_in_the_configuration_and_said(monkeypatch):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kit.core.errors import BadInput
-from kit.policy.packed.span import Span, head_fault
+from kit.policy.packed.span import Saved, Span, head_fault
 
 if TYPE_CHECKING:
     import cudnn
@@ -83,15 +83,10 @@ def attention(
 
 
 def attention_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    span: Span,
+    grad: torch.Tensor, saved: Saved, span: Span
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """cuDNN's backward, of `filled_up` sequences."""
+    query, key, value, out, lse = saved
     given = {GRAD: grad, Q: query, K: key, V: value, OUT: out, LSE: lse.t()}
     given = {name: one.contiguous() for name, one in given.items()}
     bucket = bucket_of(given[Q], given[K], span)

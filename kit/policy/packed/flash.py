@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from kit.core.errors import BadInput
 from kit.policy.packed import cudnn
-from kit.policy.packed.span import Backward, Forward, Span, head_fault
+from kit.policy.packed.span import Backward, Forward, Saved, Span, head_fault
 
 TYPES = (torch.bfloat16, torch.float16)
 MULTIPLE = 16  # packed rows are padded to this multiple; the kernels take any length, FP8 products prefer it
@@ -111,19 +111,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        grad, mask = grad.contiguous(), ctx.mask
+        saved, grad, mask = Saved(*ctx.saved_tensors), grad.contiguous(), ctx.mask
         (_, backward), (_, shared_backward) = (_kernels(one) for one in mask.kernels)
-        found = backward(grad, query, key, value, out, lse, _own_span(mask.own, ctx.scale))
+        found = backward(grad, saved, _own_span(mask.own, ctx.scale))
         if mask.shared:
             *_, first, then = mask.shared
             some = slice(first, then)
-            more = shared_backward(
-                *(grad[some], query[some], key[:first], value[:first], out[some], lse[:, some].contiguous()),
-                _shared_span(mask.shared[:4], ctx.scale),
-            )
-            for whole, part, where in zip(found, more, (some, slice(first), slice(first)), strict=True):
-                whole[where].add_(part)
+            query, key, value, out, lse = saved
+            part = Saved(query[some], key[:first], value[:first], out[some], lse[:, some].contiguous())
+            more = shared_backward(grad[some], part, _shared_span(mask.shared[:4], ctx.scale))
+            for whole, added, where in zip(found, more, (some, slice(first), slice(first)), strict=True):
+                whole[where].add_(added)
         return *found, None, None
 
 
@@ -206,18 +204,12 @@ def attention(
 
 
 def attention_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    span: Span,
+    grad: torch.Tensor, saved: Saved, span: Span
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """FlashAttention's backward."""
     *sequences, causal, scale = span
     return torch.ops.aten._flash_attention_backward(
-        grad, query, key, value, out, lse, *sequences, 0.0, causal, *_no_dropout(query.device), scale=scale
+        grad, *saved, *sequences, 0.0, causal, *_no_dropout(grad.device), scale=scale
     )
 
 

@@ -1,6 +1,7 @@
 """The arguments that the attention kernels of flash.py and cudnn.py share."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -16,28 +17,20 @@ class Span(NamedTuple):
     scale: float | None  # of the scores; None: D ** -0.5
 
 
-class Forward(Protocol):
-    """Output (T, H, D) and log-sum-exp (H, T), float32, of query (T, H, D), key and value (S, G, D)."""
+class Saved(NamedTuple):
+    """What a forward leaves to its backward. `out` and `lse` may be those of a softmax over more keys than `key`."""
 
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    query: torch.Tensor  # (T, H, D)
+    key: torch.Tensor  # (S, G, D)
+    value: torch.Tensor  # (S, G, D)
+    out: torch.Tensor  # (T, H, D)
+    lse: torch.Tensor  # (H, T) float32, log-sum-exp of the scores
 
 
-class Backward(Protocol):
-    """Gradients of query, key and value from `out` and `lse` of the softmax over all keys, of which `key` may be a
-    part."""
-
-    def __call__(
-        self,
-        grad: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        span: Span,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+# query, key, value, span -> out, lse
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Span], tuple[torch.Tensor, torch.Tensor]]
+# gradient of out, saved, span -> gradients of query, key, value
+Backward = Callable[[torch.Tensor, Saved, Span], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def head_fault(head_dim: int, largest: int) -> str | None:
