@@ -199,11 +199,6 @@ def means(*sides: Iterable[dict[str, float]]) -> list[np.ndarray]:
     return [np.array([statistics.mean(table[one] for table in tables) for one in common]) for tables in rows]
 
 
-def logged(run: RunDir) -> list[dict[str, Any]]:
-    """A run's metrics, one dictionary per step."""
-    return run.metrics()
-
-
 def curve(rewards: list[float]) -> dict[str, float]:
     """Mean reward over the first and the last steps, and the step at which it came near its end."""
     last = statistics.mean(rewards[-ENDS:])
@@ -241,7 +236,7 @@ def collect(study: Study) -> dict[str, Any]:
             row["interval"] = list(cluster_interval(mean, options.samples * len(runs)))
             row["by_seed"] = [statistics.mean(table.values()) for table in tables.values()]
             row["kl"] = [one.get("mean_kl") for one in verify]
-            steps = [logged(run) for run in runs.values()]
+            steps = [run.metrics() for run in runs.values()]
             row["rewards"] = [[step["reward"] for step in one] for one in steps]
             row["curve"] = [curve(rewards) for rewards in row["rewards"]]
             row["costs"] = [costs(one) for one in steps]
