@@ -44,19 +44,16 @@ from kit.core.config.shared_gpu import describe_split
 from kit.core.errors import run_command
 from kit.core.formats import QuantFormat
 from kit.core.run_directory import read_manifest
-from kit.train.data_order import check_problems
 from kit.train.setup import (
-    check_model,
     describe_adapter_type,
     describe_format,
     describe_step,
-    load_data,
+    range_prompts,
     read_command,
-    resolve_recompute,
+    read_task,
     say,
     say_unchecked,
     started,
-    trained_format,
     trainer_parts,
     training,
 )
@@ -99,40 +96,26 @@ def describe_plan(config: Config, fmt: QuantFormat | None, problems: int, proces
 def main() -> None:
     config, flags, run, processes = read_command(__doc__, DISTILLATION)
 
-    from kit.data.calibration_prompts import calibration_prompts
     from kit.policy.calibration import set_input_ranges
-    from kit.policy.load import load_tokenizer
     from kit.policy.teacher import check_teacher, load_teacher
     from kit.train.distill_trainer import DistillTrainer, distill_arguments
-    from kit.train.heldout import HeldOut
     from kit.train.trainer import check_card
-    from reward import reward_functions
 
-    model_config = check_model(config, flags.dry_run)
-    resolve_recompute(config, model_config, processes)
-    fmt = trained_format(config, model_config)
-    rewards, weights = reward_functions(config.reward)
-    tokenizer = load_tokenizer(config)
-    check_teacher(config, run, tokenizer, model_config)
-    dataset, problems = load_data(config, tokenizer, processes)
-    check_problems(run, dataset)
-    needs_ranges = fmt is not None and fmt.needs_calibration and not flags.resume  # else they are in the checkpoint
-    prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if needs_ranges else []
+    task = read_task(config, run, processes, flags.dry_run)  # model, format, problems; rewards are only measured
+    check_teacher(config, run, task.tokenizer, task.model_config)
+    prompts = range_prompts(config, task, flags.resume)
     arguments = distill_arguments(config, run)
-    arguments.reward_weights = weights
     check_card(config)
-    heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
-    say(describe_plan(config, fmt, problems, processes))
+    say(describe_plan(config, task.fmt, len(task.dataset), processes))
     if flags.dry_run:
         say_unchecked(config)
         return
 
     with started(config, run, processes):
-        parts, facts = trainer_parts(config, run, tokenizer, model_config, arguments, dataset)
-        teacher = load_teacher(config)
-        trainer = DistillTrainer(**parts, reward_funcs=rewards, heldout=heldout, other_teacher=teacher)
-        with training(trainer, facts, note=f" for {fmt.name}" if fmt else ""):
-            if needs_ranges:
+        parts, facts = trainer_parts(config, run, task, arguments)
+        trainer = DistillTrainer(**parts, other_teacher=load_teacher(config))
+        with training(trainer, facts, note=f" for {task.fmt.name}" if task.fmt else ""):
+            if prompts:
                 say(set_input_ranges(config, trainer.model, prompts))
             trainer.train_run(resume=flags.resume)
 

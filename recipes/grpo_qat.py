@@ -48,18 +48,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kit.core.config.recipe import QUANTIZED
 from kit.core.errors import run_command
-from kit.train.data_order import check_problems
 from kit.train.setup import (
-    check_model,
     describe_format,
     describe_plan,
-    load_data,
+    range_prompts,
     read_command,
-    resolve_recompute,
+    read_task,
     say,
     say_unchecked,
     started,
-    trained_format,
     trainer_parts,
     training,
 )
@@ -68,39 +65,25 @@ from kit.train.setup import (
 def main() -> None:
     config, flags, run, processes = read_command(__doc__, QUANTIZED)
 
-    from kit.data.calibration_prompts import calibration_prompts
     from kit.policy.calibration import set_input_ranges
-    from kit.policy.load import load_tokenizer
-    from kit.train.heldout import HeldOut
     from kit.train.own_loss import load_loss
     from kit.train.trainer import PolicyTrainer, check_card, loss_settings, trainer_arguments
-    from reward import reward_functions
 
-    model_config = check_model(config, flags.dry_run)
-    resolve_recompute(config, model_config, processes)
-    fmt = trained_format(config, model_config)
-    rewards, weights = reward_functions(config.reward)
-    tokenizer = load_tokenizer(config)
-    dataset, problems = load_data(config, tokenizer, processes)
-    check_problems(run, dataset)
-    needs_ranges = fmt.needs_calibration and not flags.resume  # else they are in the checkpoint
-    prompts = calibration_prompts(config, dataset["prompt"], tokenizer) if needs_ranges else []
+    task = read_task(config, run, processes, flags.dry_run)  # model, format, problems, rewards
+    prompts = range_prompts(config, task, flags.resume)
     arguments = trainer_arguments(config, run)
-    arguments.reward_weights = weights
     loss = load_loss(config, loss_settings(arguments, config))
     check_card(config)
-    heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
-    say(f"{describe_plan(config, problems, processes)}\n{describe_format(fmt, config)}")
+    say(f"{describe_plan(config, len(task.dataset), processes)}\n{describe_format(task.fmt, config)}")
     if flags.dry_run:
         say_unchecked(config)
         return
 
     with started(config, run, processes):
-        parts, facts = trainer_parts(config, run, tokenizer, model_config, arguments, dataset)
-        # Its layers compute in policy.quant_cfg.
-        trainer = PolicyTrainer(**parts, reward_funcs=rewards, heldout=heldout, loss=loss)
-        with training(trainer, facts, note=f" for {fmt.name}"):
-            if needs_ranges:
+        parts, facts = trainer_parts(config, run, task, arguments)
+        trainer = PolicyTrainer(**parts, loss=loss)  # whose layers compute in policy.quant_cfg
+        with training(trainer, facts, note=f" for {task.fmt.name}"):
+            if prompts:
                 say(set_input_ranges(config, trainer.model, prompts))
             trainer.train_run(resume=flags.resume)
 

@@ -47,13 +47,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kit.core.config.recipe import PLAIN
 from kit.core.errors import run_command
-from kit.train.data_order import check_problems
 from kit.train.setup import (
-    check_model,
     describe_plan,
-    load_data,
     read_command,
-    resolve_recompute,
+    read_task,
     say,
     say_unchecked,
     started,
@@ -65,31 +62,21 @@ from kit.train.setup import (
 def main() -> None:
     config, flags, run, processes = read_command(__doc__, PLAIN)
 
-    from kit.policy.load import load_tokenizer
-    from kit.train.heldout import HeldOut
     from kit.train.own_loss import load_loss
     from kit.train.trainer import PolicyTrainer, check_card, loss_settings, trainer_arguments
-    from reward import reward_functions
 
-    model_config = check_model(config, flags.dry_run)
-    resolve_recompute(config, model_config, processes)
-    rewards, weights = reward_functions(config.reward)
-    tokenizer = load_tokenizer(config)
-    dataset, problems = load_data(config, tokenizer, processes)
-    check_problems(run, dataset)
+    task = read_task(config, run, processes, flags.dry_run)  # model, problems, rewards
     arguments = trainer_arguments(config, run)
-    arguments.reward_weights = weights
     loss = load_loss(config, loss_settings(arguments, config))
     check_card(config)
-    heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
-    say(describe_plan(config, problems, processes))
+    say(describe_plan(config, len(task.dataset), processes))
     if flags.dry_run:
         say_unchecked(config)
         return
 
     with started(config, run, processes):
-        parts, facts = trainer_parts(config, run, tokenizer, model_config, arguments, dataset)
-        trainer = PolicyTrainer(**parts, reward_funcs=rewards, heldout=heldout, loss=loss)
+        parts, facts = trainer_parts(config, run, task, arguments)
+        trainer = PolicyTrainer(**parts, loss=loss)
         with training(trainer, facts):
             trainer.train_run(resume=flags.resume)
 

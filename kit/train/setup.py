@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kit.core import formats
@@ -300,17 +300,60 @@ def load_base(config: Config, run: RunDir, tokenizer: Any, model_config: Any, ar
     return base, facts, rollout
 
 
-def trainer_parts(
-    config: Config, run: RunDir, tokenizer: Any, model_config: Any, arguments: Any, dataset: Any
-) -> tuple[dict[str, Any], dict]:
+@dataclass
+class Task:
+    """What a run learns, checked before any weight is loaded."""
+
+    model_config: Any
+    fmt: QuantFormat | None  # that the policy computes in; None: the base's numbers
+    tokenizer: Any
+    rewards: list[Any]
+    weights: list[float]
+    dataset: Any
+    heldout: Any  # None without watch.eval_every
+
+
+def read_task(config: Config, run: RunDir, processes: int, dry_run: bool) -> Task:
+    """Model, format, rewards and problems of a run; `BadInput` for what cannot be trained.
+
+    Resolves `train.recompute: auto` in `config`.
+    """
+    from kit.policy.load import load_tokenizer
+    from kit.train.data_order import check_problems
+    from kit.train.heldout import HeldOut
+    from reward import reward_functions
+
+    model_config = check_model(config, dry_run)
+    resolve_recompute(config, model_config, processes)
+    fmt = trained_format(config, model_config)
+    rewards, weights = reward_functions(config.reward)
+    tokenizer = load_tokenizer(config)
+    dataset, _ = load_data(config, tokenizer, processes)
+    check_problems(run, dataset)
+    heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
+    return Task(model_config, fmt, tokenizer, rewards, weights, dataset, heldout)
+
+
+def range_prompts(config: Config, task: Task, resume: bool) -> list[list[int]]:
+    """Prompts that calibrate the format's input ranges; none if it has no ranges or they are in the checkpoint."""
+    from kit.data.calibration_prompts import calibration_prompts
+
+    if resume or task.fmt is None or not task.fmt.needs_calibration:
+        return []
+    return calibration_prompts(config, task.dataset["prompt"], task.tokenizer)
+
+
+def trainer_parts(config: Config, run: RunDir, task: Task, arguments: Any) -> tuple[dict[str, Any], dict]:
     """What every trainer takes: the frozen base with its servers and the data, both recorded; and the base's facts."""
     from kit.policy.load import lora_config
     from kit.train.data_order import record_problems
 
-    base, facts, rollout = load_base(config, run, tokenizer, model_config, arguments)
-    record_problems(run, dataset)
+    base, facts, rollout = load_base(config, run, task.tokenizer, task.model_config, arguments)
+    record_problems(run, task.dataset)
+    arguments.reward_weights = task.weights
     parts = {"config": config, "run": run, "base_hash": facts["hash"], "rollout": rollout, "model": base}
-    parts |= {"args": arguments, "train_dataset": dataset, "processing_class": tokenizer}
+    parts |= {"args": arguments, "train_dataset": task.dataset, "processing_class": task.tokenizer}
+    parts |= {"reward_funcs": task.rewards, "heldout": task.heldout}
     return parts | {"peft_config": lora_config(config.policy)}, facts
 
 
