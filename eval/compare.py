@@ -213,8 +213,9 @@ def _judge(result: dict, limits: Limits) -> None:
         gain["verdict"] = REFUSED if name in refused["gain"] else {1: GAIN, -1: LOSS, 0: NOT_SHOWN}[direction(gain)]
     for name, survival in result["gain_survival"].items():
         gains = result["gain"]["bf16"], result["gain"][name]
-        survival["margin"], survival["needed_problems"] = limits.margin, None
+        survival["margin"] = limits.margin
         survival["verdict"] = REFUSED if name in refused["gain_survival"] else _survival(survival, *gains)
+        survival["needed_problems"] = None
         if survival["verdict"] == NOT_SHOWN:
             room, half = survival["difference"] + limits.margin, survival["difference"] - survival["interval"][0]
             survival["needed_problems"] = power.problems_to_decide(survival["n"], room, half)
