@@ -140,7 +140,7 @@ class StubRollout:
     choice. The trainer treats them like a server's."""
 
     def __init__(self, config: Any, vocabulary: int):
-        self.length, self.versions, self.report = config.rollout.max_completion_length, [], {}
+        self.length = config.rollout.max_completion_length
         self.logp = -math.log(vocabulary)
 
     def check_base(self, base_hash: str) -> None:
@@ -149,10 +149,11 @@ class StubRollout:
     def close(self) -> None:
         pass
 
-    def generate(self, trainer: Any, prompt_ids: list) -> tuple[list[list[int]], list[list[float]]]:
-        self.versions = [trainer.adapter_version] * len(prompt_ids)
+    def generate(self, policy: Any, prompt_ids: list, group: int | None = None) -> Any:
+        from kit.rollout.policy_view import Rollouts
+
         ids = [[random.randrange(3, 250) for _ in range(self.length)] for _ in prompt_ids]
-        return ids, [[self.logp] * self.length for _ in prompt_ids]
+        return Rollouts(ids, [[self.logp] * self.length for _ in prompt_ids], policy.version)
 
 
 def random_reward(completions: list, **columns: Any) -> list[float]:

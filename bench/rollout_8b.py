@@ -118,7 +118,7 @@ def connect(work: Path, trainer: Any, changes: dict[str, Any]) -> Any:
 
     config = load_config(CONFIG, flags(work, changes)[2:])
     rollout = make_rollout(config, trainer.processing_class, check_base(config), RunDir(work / "run"))
-    rollout.check_base(trainer.base_hash)
+    rollout.check_base(trainer.policy.base_hash)
     return rollout
 
 
@@ -127,23 +127,23 @@ def measure_syncs(rollout: Any, trainer: Any) -> dict[str, Any]:
     import statistics
 
     prompt = [random.randrange(3, 250) for _ in range(PROMPT)]
-    rollout.scorer.choose([[random.randrange(3, 250) for _ in range(64)] for _ in range(4)])
+    rollout.sync.scorer.choose([[random.randrange(3, 250) for _ in range(64)] for _ in range(4)])
     rows = []
     switch, inside = rollout.replicas[0].activate, {}
     rollout.replicas[0].activate = lambda *version: inside.update(switch(*version))
     for step in range(SYNCS):
         made_up_step(trainer, step)
         started = time.perf_counter()
-        rollout._sync(trainer)
+        figures = rollout.sync.update(trainer.policy)
         synced = time.perf_counter()
         sampling = {"n": 1, "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
         session, served = rollout.sync.session, rollout.sync.served
         rollout.replicas[0].generate(f"first-{step}", prompt, **sampling, session=session, version=served)
         now = time.perf_counter()
-        parts = {name: 1e3 * value for name, value in rollout.report["sync_seconds"].items()}
+        parts = {name: 1e3 * value for name, value in figures["sync_seconds"].items()}
         rows.append(parts | {"sync": 1e3 * (synced - started), "to first token": 1e3 * (now - started)})
         rows[-1] |= {f"activate: {part}": 1e3 * value for part, value in inside.items()}
-        rows[-1]["canary delta"] = rollout.report.get("canary_delta", 0.0)
+        rows[-1]["canary delta"] = figures.get("canary_delta", 0.0)
     # In the first sync the server reads its NF4 copy and every kernel warms up.
     return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[-1]} | {"first": rows[0]["sync"]}
 

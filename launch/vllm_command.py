@@ -21,8 +21,8 @@ from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.limits import FOLD_GIB, FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM
 from kit.core.run_directory import RunDir, base_directory, read_json, read_manifest, stored_as
+from kit.rollout.protocol import QUANT_CFG
 from kit.rollout.server.base_copy import copy_bytes, has_copy
-from kit.rollout.server.quantized_fold import QUANT_CFG
 from kit.rollout.server.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE
 
 ROOT = Path(__file__).parents[1]

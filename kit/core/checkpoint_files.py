@@ -13,7 +13,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Header:
-    tensors: dict[str, tuple[str, tuple[int, ...]]]  # {name: (type as the file names it, shape)}
+    # {name: (type as the file names it, shape)}, in the order of their data
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
     metadata: dict[str, str]
 
 
@@ -25,7 +26,7 @@ def read_header(file: Path) -> Header:
         pass
     try:
         with safe_open(file, framework="np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
             tensors = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
             return Header(tensors, opened.metadata() or {})
     except SafetensorError as error:

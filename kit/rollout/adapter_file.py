@@ -14,20 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import write_json
+from kit.rollout.protocol import CONFIG, CONFIG_TEXT, INPUT_PEAKS, QUANT_CFG, WEIGHTS
 
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SAFETENSORS_NAMES = {"torch.bfloat16": "BF16", "torch.float32": "F32"}
 
 
 class AdapterFile:
     """Write the adapter of one model repeatedly; names, order and header never change, so they are computed once.
 
-    The file's safetensors metadata holds the text of adapter_config.json under `adapter_config`, so that the file is
-    self-contained when sent in an HTTP body. With a quantization format, `quant_cfg` holds its name and `input_peaks`
-    the largest |input| of each layer, {name: value} as JSON, which calibration fixes once.
+    The layout, with the metadata of the weights, is in `protocol.py`; calibration fixes `input_peaks` once.
     `gathered` are the adapter's tensors if the model holds only parts of them (`sharding.gather_adapter`). They are a
     snapshot, so each version then needs a new object.
     """
@@ -55,9 +53,9 @@ class AdapterFile:
         self.config = _config_text(model.peft_config["default"])
         self.rank = model.peft_config["default"].r
         self.targets = sorted({name.rsplit(".lora_", 1)[0].split(".")[-1] for name in named})
-        metadata = {"format": "pt", "adapter_config": self.config}
+        metadata = {"format": "pt", CONFIG_TEXT: self.config}
         if quant_cfg is not None:
-            metadata |= {"quant_cfg": quant_cfg, "input_peaks": json.dumps(input_peaks or {})}
+            metadata |= {QUANT_CFG: quant_cfg, INPUT_PEAKS: json.dumps(input_peaks or {})}
         self.header = _header({name: parameter.shape for name, parameter in named.items()}, dtype, metadata)
         self._host: torch.Tensor | None = None
 

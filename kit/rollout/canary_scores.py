@@ -1,13 +1,21 @@
 """The trainer's half of the canary: the tokens to score, and their log-probs under the policy and the base."""
 
-import contextlib
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from kit.core.errors import CheckFailed
+from kit.rollout.policy_view import PolicyView
 
 MOST_PROMPT_TOKENS, MOST_TOKENS = 128, 256
+
+
+class Scores(NamedTuple):
+    """The canary's sequences, and the log-probs (len - 1,) of each by the policy and by the base."""
+
+    sequences: list[list[int]]
+    policy: list[np.ndarray]
+    base: list[np.ndarray]
 
 
 class CanaryScorer:
@@ -44,16 +52,15 @@ class CanaryScorer:
             ids += list(completions[row])[: self.most_tokens - len(ids)]
         self._extended, self._base = True, None
 
-    def policy(self, trainer: Any) -> list[np.ndarray]:
-        """Log-probs (len - 1,) per sequence with the adapter on, temperature 1."""
-        return self._checked(_score(trainer, self.sequences))
-
-    def base(self, trainer: Any) -> list[np.ndarray]:
-        """The same with the adapter off; computed once, since the base never changes."""
+    def scores(self, policy: PolicyView) -> Scores | None:
+        """The sequences with their log-probs by the policy and by the base, which never changes and is scored once;
+        None if there are no sequences."""
+        if not self.sequences:
+            return None
+        adapted = self._checked(policy.score(self.sequences))
         if self._base is None:
-            with trainer.accelerator.unwrap_model(trainer.model).disable_adapter():
-                self._base = self._checked(_score(trainer, self.sequences))
-        return self._base
+            self._base = self._checked(policy.score(self.sequences, is_adapted=False))
+        return Scores(self.sequences, adapted, self._base)
 
     def _checked(self, scores: list[np.ndarray]) -> list[np.ndarray]:
         if bad := sum(int((~np.isfinite(one)).sum()) for one in scores):
@@ -62,34 +69,3 @@ class CanaryScorer:
                 "another run from the newest adapter (policy.init_adapter) with a lower train.learning_rate."
             )
         return scores
-
-
-def _score(trainer: Any, sequences: list[list[int]]) -> list[np.ndarray]:
-    """Run one forward exactly as in training: same autocast, same mode, no dropout (checks.py).
-
-    If the base is split, all processes call this together.
-    """
-    import torch
-    from trl.models.utils import disable_gradient_checkpointing
-
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    length = max(map(len, sequences))
-    device = trainer.accelerator.device
-    # Padded on the right: with causal attention earlier tokens never see the padding, so no mask is needed.
-    ids = torch.tensor([row + [row[-1]] * (length - len(row)) for row in sequences], device=device)  # (S, L)
-    with (
-        torch.no_grad(),
-        disable_gradient_checkpointing(model, trainer.args.gradient_checkpointing_kwargs),
-        # FSDP2 and DeepSpeed cast the weights instead.
-        contextlib.nullcontext() if trainer.sharding else trainer.accelerator.autocast(),
-    ):
-        # Bypass the outer model's forward: accelerate's wrapper would copy all logits to float32. FSDP2 and ZeRO-3
-        # need it, because they start a forward there.
-        forward = model if trainer.sharding else model.get_base_model()
-        logits = forward(input_ids=ids, use_cache=False).logits  # (S, L, vocabulary)
-    scores = []
-    for row, tokens in enumerate(sequences):
-        own = logits[row, : len(tokens) - 1].float()
-        chosen = own.gather(1, ids[row, 1 : len(tokens), None]).squeeze(1)
-        scores.append((chosen - own.logsumexp(dim=1)).cpu().numpy())
-    return scores

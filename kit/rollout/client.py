@@ -5,9 +5,10 @@ The replicas hold the dequantized base (`python -m launch.server`) and receive e
 packed bytes. The trainer's process needs no vLLM.
 """
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,13 +20,11 @@ from kit.core.limits import VLLM_BELOW, VLLM_FROM
 from kit.core.run_directory import RunDir, base_directory, read_json
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.gpu_memory import free_gpu_cache
-from kit.policy.sharding import gather_adapter
-from kit.rollout.adapter_file import AdapterFile
-from kit.rollout.canary_scores import CanaryScorer
-from kit.rollout.dispatch import Dispatcher, GenerationFailed, ask_all
-from kit.rollout.noise import facts, noise_of
+from kit.rollout.dispatch import Dispatcher, GenerationFailed
 from kit.rollout.overlap import Ahead
-from kit.rollout.replica import PROTOCOL, Replica, ReplicaError, Sample, is_tested_vllm
+from kit.rollout.policy_view import PolicyView, Processes, Report, Rollouts
+from kit.rollout.protocol import PROTOCOL, Info, Sampling
+from kit.rollout.replica import Replica, ReplicaError, Sample, ask_all, is_tested_vllm
 from kit.rollout.sync import START, AdapterSync, restart_hint, start_hint
 
 FIRST_ANSWER_S = 5.0  # timeout of one request while a replica starts
@@ -33,11 +32,9 @@ OTHER_REQUESTS = 10  # sequential requests of a step besides generation: wake, s
 
 
 class ServerRollout:
-    """Generate the groups of a step on the replicas of `rollout.server_urls`; used by every trainer process.
-
-    After `generate`, `versions` holds the adapter version of each of this process's completions, and `report` the main
-    process's metrics of the sync: `sync_seconds` by part, `canary_delta` and `canary_k3` (the worst replica).
-    `hidden_s` are the seconds of generation after `begin`, before `generate` waited for the rest.
+    """Generate the groups of a step on the replicas of `rollout.server_urls`; a `Sampler` used by every trainer
+    process. The report of `generate` has figures of the sync in the main process, and `rollout_hidden`: the seconds of
+    generation after `begin`, before `generate` waited for the rest.
     """
 
     def __init__(self, config: Config, tokenizer: Any, run: RunDir):
@@ -46,15 +43,9 @@ class ServerRollout:
         self.context = rollout.max_prompt_length + rollout.max_completion_length
         self.replicas = [Replica(url, rollout.request_timeout_s, rollout.max_in_flight) for url in rollout.server_urls]
         self.sync = AdapterSync(self.replicas, config, run)
-        self.scorer = CanaryScorer(rollout.canary_prompts, self.context)
-        self.versions: list[int] = []
-        self.report: dict[str, Any] = {}
-        self.hidden_s = 0.0
         self._ahead: Ahead | None = None
-        self._infos: dict[str, dict] = {}
+        self._infos: dict[str, Info] = {}
         self._dispatcher: Dispatcher | None = None
-        self._adapter: AdapterFile | None = None
-        self._scores: tuple = ()
         self._served: int | None = None  # the same in every process
         self._may_be_asleep = False
         self._silent: set[str] = set()
@@ -95,7 +86,7 @@ class ServerRollout:
                     f"this model's base (python -m merge base --config ...) and restart the replica ({START})."
                 )
 
-    def _faults(self, info: dict, linears: list[str], vocabulary: int, tokenizer: str) -> list[str]:
+    def _faults(self, info: Info, linears: list[str], vocabulary: int, tokenizer: str) -> list[str]:
         """Reasons why a replica cannot serve this run, each with its fix."""
         rollout, way = self.config.rollout, self.config.rollout.sync
         found = []
@@ -152,7 +143,7 @@ class ServerRollout:
             )
         return found
 
-    def _other_settings(self, info: dict) -> list[str]:
+    def _other_settings(self, info: Info) -> list[str]:
         """Settings of the `server` group that a replica was started with differently: by hand, or before the YAML
         changed."""
         found, server = [], self.config.server
@@ -162,21 +153,21 @@ class ServerRollout:
                 f"it computes in {computes or 'unquantized weights'}, policy.quant_cfg says "
                 f"{fmt.name if fmt else 'nothing'}. Restart it with this config ({START})."
             )
-        held = {key: info[key] for key in ("weights", "kv_cache", "tensor_parallel")}
         # vLLM's other names for the same value.
-        held["kv_cache"] = {"fp8_e4m3": "fp8", "bfloat16": "auto"}.get(info["kv_cache"], info["kv_cache"])
+        kv_cache = {"fp8_e4m3": "fp8", "bfloat16": "auto"}.get(info["kv_cache"], info["kv_cache"])
+        held = {"weights": info["weights"], "kv_cache": kv_cache, "tensor_parallel": info["tensor_parallel"]}
         wanted = {key: getattr(server, key) for key in held}
         if server.weights == "bf16" and self.config.model.dtype != "bfloat16":
             wanted["weights"] = self.config.model.dtype  # bf16 stands for unquantized weights
         for key, value in held.items():
             if value != wanted[key]:
                 found.append(
-                    f"its {key} is {info[key]}, server.{key} says {wanted[key]}. Restart it with this config "
+                    f"its {key} is {info.get(key)}, server.{key} says {wanted[key]}. Restart it with this config "
                     f"({START}), or set server.{key} to what it serves."
                 )
         return found
 
-    def _wait(self, replica: Replica, deadline: float) -> dict:
+    def _wait(self, replica: Replica, deadline: float) -> Info:
         """Return the replica's info once it answers; refused, hanging and unready ones all fail at the deadline."""
         limit, said = self.config.rollout.server_wait_s, False
         while True:
@@ -211,46 +202,47 @@ class ServerRollout:
                 said = True
             time.sleep(1.0)
 
-    def generate(
-        self, trainer: Any, prompt_ids: list[list[int]], group: int | None = None
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Return completions and sampler log-probs for this process's prompts, in order.
+    def generate(self, policy: PolicyView, prompt_ids: list[list[int]], group: int | None = None) -> Rollouts:
+        """Complete this process's prompts, in order.
 
         The main process syncs the adapter and requests all processes' groups; a prompt is repeated `group` (default
         `group_size`) times in a row, so it is sent once with n = group. Every process gets its share.
         """
         from accelerate.utils import gather_object
 
-        everything = gather_object(prompt_ids)
-        self.report, self.hidden_s = {}, 0.0
+        everything, report = gather_object(prompt_ids), Report({}, {})
+        if self.config.rollout.overlap:
+            report.seconds["rollout_hidden"] = 0.0
         if group is None and self._ahead is not None:
-            samples, version = self._take(trainer, everything)
+            samples, version = self._take(policy, everything, report)
         else:
             if self.config.server.sleep:
                 # In every process, before the replicas wake: they need the memory of the update's cached blocks.
                 free_gpu_cache()
-                trainer.accelerator.wait_for_everyone()
-            error = self._ask_policy(trainer, everything) if trainer.sharding else None
-            samples = self._in_main_process(trainer, lambda: self._step(trainer, everything, group), error)
+                policy.processes.wait_for_everyone()
+            self.sync.scorer.choose(everything)
+            error = self._prepare(policy)
+            step = lambda: self._step(policy, everything, group, report)  # noqa: E731
+            samples = self._in_main_process(policy.processes, step, error)
             version = self._served
-        self.scorer.extend([ids for ids, _ in samples])
-        start = trainer.accelerator.process_index * len(prompt_ids)
+        self.sync.scorer.extend([ids for ids, _ in samples])
+        start = policy.processes.process_index * len(prompt_ids)
         mine = samples[start : start + len(prompt_ids)]
-        self.versions = [version] * len(mine)
-        return [ids for ids, _ in mine], [logps for _, logps in mine]
+        return Rollouts([ids for ids, _ in mine], [logps for _, logps in mine], version, report)
 
-    def begin(self, trainer: Any, prompt_ids: list[list[int]]) -> None:
+    def begin(self, policy: PolicyView, prompt_ids: list[list[int]]) -> Report:
         """Sync the adapter, then start generating for this process's prompts. The next `generate` must be for the same
         prompts and takes the result. Without prompts, only sync. Called by all processes together."""
         from accelerate.utils import gather_object
 
-        ahead, self.report = Ahead(gather_object(prompt_ids)), {}
-        error = self._ask_policy(trainer, ahead.prompts) if trainer.sharding else None
-        self._in_main_process(trainer, lambda: self._start(trainer, ahead), error)
+        ahead, report = Ahead(gather_object(prompt_ids)), Report({}, {})
+        error = self._prepare(policy)
+        self._in_main_process(policy.processes, lambda: self._start(policy, ahead, report), error)
         ahead.version = self._served
         self._ahead = ahead if ahead.prompts else None
+        return report
 
-    def _take(self, trainer: Any, prompts: list[list[int]]) -> tuple[list[tuple], int]:
+    def _take(self, policy: PolicyView, prompts: list[list[int]], report: Report) -> tuple[list[tuple], int]:
         """Return the samples that `begin` requested and the version that made them."""
         ahead, self._ahead = self._ahead, None
         if ahead.prompts != prompts:
@@ -258,16 +250,27 @@ class ServerRollout:
                 f"the {len(prompts)} prompts of this step are not the {len(ahead.prompts)} that were generated ahead: "
                 "the trainer no longer draws its batches as rollout.overlap expects. Set it to false."
             )
-        samples = self._in_main_process(trainer, ahead.take)
-        self.hidden_s = ahead.hidden_s
+        samples = self._in_main_process(policy.processes, ahead.take)
+        report.seconds["rollout_hidden"] = ahead.hidden_s
         return samples, ahead.version
 
-    def _in_main_process(self, trainer: Any, work: Callable[[], Any], error: KitError | None = None) -> Any:
+    def _prepare(self, policy: PolicyView) -> KitError | None:
+        """For a split base, let all processes collect what a sync needs; return the error of this process, which is
+        raised once all have met."""
+        if not policy.is_split or policy.version == self._served:
+            return None
+        try:
+            self.sync.prepare(policy)
+        except KitError as error:
+            return error
+        return None
+
+    def _in_main_process(self, processes: Processes, work: Callable[[], Any], error: KitError | None = None) -> Any:
         """Run `work` in the main process and return its result in every process; its error is raised in every process
         too, since the others wait for the outcome."""
         self._meet()
         outcome: list[Any] = [None, None, error]
-        if trainer.accelerator.is_main_process and error is None:
+        if processes.is_main_process and error is None:
             try:
                 outcome[0] = work()
             except KitError as found:
@@ -324,29 +327,28 @@ class ServerRollout:
         for url, reason in reasons.items():
             print(f"{url} may be left asleep: {reason}. The next start of a trainer wakes it.", flush=True)
 
-    def _step(self, trainer: Any, prompts: list[list[int]], group: int | None = None) -> list[tuple]:
+    def _step(
+        self, policy: PolicyView, prompts: list[list[int]], group: int | None, report: Report
+    ) -> list[tuple[list[int], list[float]]]:
         """Wake, sync, generate, sleep; return the samples of all processes."""
         if self._may_be_asleep:
-            with trainer.timed("wake"):
+            with timed(report.seconds, "wake"):
                 self._all_or_fail(lambda replica: replica.wake(), "wake up")
             self._may_be_asleep = False
-        self.scorer.choose(prompts)
-        with trainer.timed("sync"):
-            self._sync(trainer)
-        samples = self._generate_groups(prompts, trainer.eos_token_ids, group)
+        self._sync(policy, report)
+        samples = self._generate_groups(prompts, policy.stop_token_ids, group)
         if self.config.server.sleep:
-            with trainer.timed("sleep"):
+            with timed(report.seconds, "sleep"):
                 self._may_be_asleep = True
                 self.sync.settle()  # a sleeping replica cannot discard an adapter
                 self._all_or_fail(lambda replica: replica.sleep(), "go to sleep")
         self._drop_connections()
         return samples
 
-    def _start(self, trainer: Any, ahead: Ahead) -> None:
+    def _start(self, policy: PolicyView, ahead: Ahead, report: Report) -> None:
         """Sync, then generate in the background."""
-        with trainer.timed("sync"):
-            self._sync(trainer)
-        stop = trainer.eos_token_ids
+        self._sync(policy, report)
+        stop = policy.stop_token_ids
 
         def generate() -> list[tuple]:
             samples = self._generate_groups(ahead.prompts, stop)
@@ -356,62 +358,15 @@ class ServerRollout:
         if ahead.prompts:
             ahead.start(generate)
 
+    def _sync(self, policy: PolicyView, report: Report) -> None:
+        if self._ahead is not None and policy.version != self.sync.served:
+            raise RuntimeError("a new version while requests of the one before are under way, which it would abort")
+        with timed(report.seconds, "sync"):
+            report.figures.update(self.sync.update(policy))
+
     def _drop_connections(self) -> None:
         for replica in self.replicas:
             replica.close()
-
-    def _ask_policy(self, trainer: Any, prompts: list[list[int]]) -> KitError | None:
-        """For a split base, collect everything that a sync needs of the policy, in all processes together and before
-        any request: a forward or gather that one process skips would block the others forever."""
-        self.scorer.choose(prompts)
-        if trainer.adapter_version == self._served:
-            return None
-        gathered = gather_adapter(trainer.accelerator.unwrap_model(trainer.model))
-        if trainer.accelerator.is_main_process:
-            self._adapter = self._adapter_file(trainer, gathered)
-        try:
-            self._scores = self._score(trainer)
-        except KitError as error:
-            return error
-        return None
-
-    def _score(self, trainer: Any) -> tuple:
-        if not self.scorer.sequences:
-            return ()
-        policy = self.scorer.policy(trainer)
-        return self.scorer.sequences, policy, self.scorer.base(trainer)
-
-    def _adapter_file(self, trainer: Any, gathered: dict | None = None) -> AdapterFile:
-        import torch
-
-        model, dtype = trainer.accelerator.unwrap_model(trainer.model), getattr(torch, self.config.model.dtype)
-        if (fmt := served_format(self.config)) is None:
-            return AdapterFile(model, dtype, trainer.base_hash, gathered)
-        from kit.policy.quantized_linear import AMAX, quantizer_state
-
-        # Quantize from the factors in their training dtype, as merging does.
-        dtype = getattr(torch, self.config.policy.adapter_dtype)
-        peaks = {name.removesuffix(AMAX): peak.item() for name, peak in quantizer_state(model).items()}
-        return AdapterFile(model, dtype, trainer.base_hash, gathered, fmt.name, peaks)
-
-    def _sync(self, trainer: Any) -> None:
-        version = trainer.adapter_version
-        if version == self.sync.served:
-            return
-        if self._ahead is not None:
-            raise RuntimeError("a new version while requests of the one before are under way, which it would abort")
-        if self._adapter is None:
-            self._adapter = self._adapter_file(trainer)
-        score = (lambda: self._scores) if trainer.sharding else (lambda: self._score(trainer))
-        noise = noise_of(self.config, version)
-        self.sync.publish(version, self._adapter, score if self.scorer.sequences else None, noise)
-        if trainer.sharding:
-            self._adapter = None  # it holds the gathered tensors
-        self.report |= facts(noise)
-        self.report["sync_seconds"] = {part: round(value, 4) for part, value in self.sync.seconds.items()}
-        if results := self.sync.canary.values():
-            self.report["canary_delta"] = max(result.mean for result in results)
-            self.report["canary_k3"] = max(result.k3 for result in results)
 
     def _generate_groups(
         self, prompt_ids: list[list[int]], stop: list[int], group: int | None = None
@@ -421,12 +376,19 @@ class ServerRollout:
         prompts = prompt_ids[::group]
         if any(prompt_ids[i] != prompts[i // group] for i in range(len(prompt_ids))):
             raise CheckFailed("the prompts of a group differ: the trainer's sampler no longer repeats each prompt.")
-        sampling = {"n": group, "max_tokens": rollout.max_completion_length, "temperature": rollout.temperature}
-        sampling |= {"top_p": rollout.top_p, "top_k": rollout.top_k, "stop_token_ids": list(stop)}
+        sampling: Sampling = {
+            "n": group,
+            "max_tokens": rollout.max_completion_length,
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+        }
         session, served = self.sync.session, self.sync.served
 
         def ask(replica: Replica, request_id: str, prompt: list[int]) -> list[Sample]:
-            version, samples = replica.generate(request_id, prompt, **sampling, session=session, version=served)
+            version, samples = replica.generate(
+                request_id, prompt, **sampling, stop_token_ids=list(stop), session=session, version=served
+            )
             if version != served:
                 raise CheckFailed(
                     f"{replica.url} sampled from adapter version {version}, version {served} was asked for."
@@ -450,8 +412,16 @@ class ServerRollout:
             ) from None
         return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for samples in groups for sample in samples]
 
-    def _all_or_fail(self, call: Any, what: str) -> None:
+    def _all_or_fail(self, call: Callable[[Replica], Any], what: str) -> None:
         failed = ask_all(self.replicas, call, probe=what)[1]
         self._silent |= {url for url, error in failed.items() if error.status is None}
         for url, error in failed.items():
             raise CheckFailed(f"the replica at {url} did not {what}: {error.text}. " + restart_hint(self.run, [url]))
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Set the block's wall-clock seconds under `phase`."""
+    started = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - started

@@ -2,7 +2,6 @@
 
 Requests run in their own threads and never write a result: they pass it to the loop in `run`, which accepts an answer
 only from the attempt in flight for its prompt. Late answers of abandoned attempts are dropped.
-`ask_all` is for requests sent once to every replica: a change of the served version, sleep, wake.
 """
 
 import itertools
@@ -10,14 +9,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from kit.core.errors import CheckFailed, KitError
-from kit.rollout.replica import CONTINUE, Replica, ReplicaError, Sample
+from kit.rollout.replica import CONTINUE, Replica, ReplicaError, Sample, silences
 
-PROBE_EVERY_S, PROBE_TIMEOUT_S, PROBES = 5.0, 10.0, 2  # a hanging replica is given up on after at most 30 s
 RETRY_AFTER_S = 1.0  # delay before retrying on the same replica; another one is tried at once
 
 # (replica, id of the attempt, token ids of the prompt) -> the group's samples
@@ -169,60 +166,3 @@ class Dispatcher:
 
         for error in silences(self.replicas[place], "generate", has_work, finished):
             results.put((place, error))
-
-
-def silences(
-    replica: Replica, action: str, has_work: Callable[[], bool], finished: threading.Event
-) -> Iterator[ReplicaError]:
-    """Yield an error whenever a replica that has work answers nothing at all, until `finished`: its process hangs, its
-    connections stay open."""
-    silent = 0
-    while not finished.wait(PROBE_EVERY_S):
-        error = None
-        if has_work():
-            try:
-                replica.info(timeout_s=PROBE_TIMEOUT_S)
-            except ReplicaError as found:
-                error = found if found.status is None else None
-        silent = silent + 1 if error else 0
-        if silent >= PROBES:
-            text = f"it takes requests and answers none, not even {error.action}: {error.text}"
-            yield ReplicaError(replica.url, action, text)
-
-
-def ask_all(
-    replicas: list[Replica], call: Callable[[Replica], Any], probe: str | None = None
-) -> tuple[dict[str, Any], dict[str, ReplicaError]]:
-    """Send one request to every replica at once; return the answers by URL and the failures by URL.
-
-    With `probe`, the name of the request, a hanging replica is given up on as in `Dispatcher.run`; without, the
-    request's own timeout applies.
-    """
-    results: queue.SimpleQueue = queue.SimpleQueue()
-    finished = {replica.url: threading.Event() for replica in replicas}
-
-    def request(replica: Replica) -> None:
-        try:
-            results.put((replica.url, True, call(replica)))
-        except Exception as error:
-            results.put((replica.url, False, error))
-
-    def watch(replica: Replica) -> None:
-        for error in silences(replica, probe, lambda: True, finished[replica.url]):
-            results.put((replica.url, False, error))
-            return
-
-    for replica in replicas:
-        for work in (request, watch) if probe else (request,):
-            # Not a pool: it would wait for a hanging request.
-            threading.Thread(target=work, args=(replica,), daemon=True).start()
-    outcomes: dict[str, tuple[bool, Any]] = {}
-    while len(outcomes) < len(finished):
-        url, is_answer, outcome = results.get()
-        finished[url].set()
-        outcomes.setdefault(url, (is_answer, outcome))
-    failed = {url: outcomes[url][1] for url in finished if not outcomes[url][0]}
-    for error in failed.values():
-        if not isinstance(error, ReplicaError):
-            raise error
-    return {url: outcomes[url][1] for url in finished if outcomes[url][0]}, failed

@@ -14,16 +14,12 @@ The background thread only does HTTP: collective operations, tokenizing, the syn
 thread, in the same order in every process. It is a daemon, so it keeps no process alive.
 """
 
-import copy
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # the methods and attributes of the class that it stands before
-    from trl import GRPOTrainer as Trainer
-else:
-    Trainer = object
+Batches = tuple[list, Any]  # what transformers' `get_batch_samples` returns: a step's batches, and their items
 
 
 class Ahead:
@@ -34,7 +30,8 @@ class Ahead:
     """
 
     def __init__(self, prompts: list[list[int]]):
-        self.prompts, self.version, self.hidden_s = prompts, None, 0.0
+        self.prompts, self.hidden_s = prompts, 0.0
+        self.version: int | None = None
         self._samples: Any = None
         self._error: BaseException | None = None
         self._started = self._ended = 0.0
@@ -63,42 +60,27 @@ class Ahead:
         return self._samples
 
 
-class OverlappedRollouts(Trainer):
-    """Part of `PolicyTrainer` that draws the next batch early and generates it during the update.
+class Lookahead:
+    """Draws the batches of the next optimizer step early, so that its prompts can be generated for.
 
-    Written for transformers 5.17, whose loop draws the batches of one optimizer step through `get_batch_samples`, and
-    for trl 1.16, which generates for the first of them and makes prompt ids with `_tokenize_prompts`.
+    transformers 5.17 draws a step's batches through `get_batch_samples`; trl 1.16 generates for the first of them.
     """
 
-    _lookahead: tuple[Any, tuple] | None = None  # (iterator, get_batch_samples' result for the next step)
+    def __init__(self) -> None:
+        self._drawn: tuple[Any, Batches] | None = None  # (iterator, the next step's)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
-        """Return the step's batches; with overlap, also draw the next step's, if the pass over the data has any."""
-        if not self.config.rollout.overlap:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        iterator, drawn = self._lookahead or (None, None)
-        if iterator is not epoch_iterator:
-            drawn = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._lookahead = None
-        if self.state.global_step + 1 < self.state.max_steps:
-            following = super().get_batch_samples(epoch_iterator, num_batches, device)
-            self._lookahead = (epoch_iterator, following) if following[0] else None
-        return drawn
+    def draw(self, iterator: Any, draw: Callable[[], Batches], is_last: bool) -> Batches:
+        """Return the step's batches; unless it `is_last`, also draw the next step's, if the pass over the data has
+        any."""
+        known, batches = self._drawn or (None, None)
+        if known is not iterator:
+            batches = draw()
+        self._drawn = None
+        if not is_last:
+            following = draw()
+            self._drawn = (iterator, following) if following[0] else None
+        return batches
 
-    def _generate(self, prompts: list) -> tuple:
-        output = super()._generate(prompts)
-        if self.config.rollout.overlap:
-            self._rollout_version = self.rollout.versions[0]
-            self._seconds["rollout_hidden"] += self.rollout.hidden_s
-            try:
-                self.rollout.begin(self, self._next_prompt_ids())
-            finally:
-                self._sampler |= self.rollout.report
-        return output
-
-    def _next_prompt_ids(self) -> list[list[int]]:
-        """Token ids of this process's prompts of the next step, as trl will make them; empty if there is none."""
-        if self._lookahead is None:
-            return []
-        rows = self._lookahead[1][0][0]
-        return self._tokenize_prompts(copy.deepcopy([row["prompt"] for row in rows]))[0]
+    def prompts(self) -> list[list[dict]]:
+        """Messages of this process's prompts of the next step; empty if there is none."""
+        return [row["prompt"] for row in self._drawn[1][0][0]] if self._drawn else []

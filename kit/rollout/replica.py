@@ -1,20 +1,18 @@
-"""HTTP client of one rollout replica: the /v1/rollout routes that `kit/rollout/server/endpoint.py` adds to a vLLM
-server.
+"""HTTP client of rollout replicas: the routes of `protocol.py`, asked of one replica or of all at once.
 
-Token ids are sent as base64 of little-endian int32 and log-probs as base64 of little-endian float32, so that a NaN
-arrives as a NaN and no number is formatted and parsed again. Needs requests and numpy, no torch and no vLLM.
+Needs requests and numpy, no torch and no vLLM.
 """
 
-import base64
-import binascii
 import ipaddress
 import os
+import queue
 import re
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -23,13 +21,23 @@ from requests.adapters import HTTPAdapter
 
 from kit.core.errors import KitError
 from kit.core.limits import VLLM_BELOW, VLLM_FROM
+from kit.rollout.protocol import (
+    BINARY,
+    PREFIX,
+    PROTOCOL,
+    ROUTES,
+    Info,
+    Sampling,
+    decode_floats,
+    decode_ids,
+    encode_ids,
+)
 
-PROTOCOL = 1
-PREFIX = "/v1/rollout"
 CONNECT_TIMEOUT_S, DISCARD_TIMEOUT_S = 10.0, 15.0
 # Everything but generation takes seconds; a server reports an error after waiting 120 s for its workers
 # (kit/rollout/server/versions.py). Only the first stage may have to wait until the server has read its NF4 copy.
 CHANGE_TIMEOUT_S, FIRST_STAGE_TIMEOUT_S = 130.0, 600.0
+PROBE_EVERY_S, PROBE_TIMEOUT_S, PROBES = 5.0, 10.0, 2  # a hanging replica is given up on after at most 30 s
 CONTINUE = "Then continue with --resume."
 
 
@@ -57,33 +65,6 @@ class Sample:
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: str
-
-
-def encode_ids(ids: Sequence[int] | np.ndarray) -> str:
-    """Token ids as base64 of little-endian int32."""
-    return base64.b64encode(np.asarray(ids, dtype="<i4").tobytes()).decode()
-
-
-def decode_ids(text: str) -> np.ndarray:
-    """(T,) int32 from `encode_ids`; ValueError for anything else."""
-    return _decode(text, "<i4")
-
-
-def encode_floats(values: Sequence[float] | np.ndarray) -> str:
-    """Log-probs as base64 of little-endian float32; NaN and infinities survive."""
-    return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
-
-
-def decode_floats(text: str) -> np.ndarray:
-    """(T,) float32 from `encode_floats`; ValueError for anything else."""
-    return _decode(text, "<f4")
-
-
-def _decode(text: str, dtype: str) -> np.ndarray:
-    try:
-        return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
-    except (binascii.Error, TypeError) as error:
-        raise ValueError(f"not base64: {error}") from None
 
 
 def is_tested_vllm(version: str) -> bool:
@@ -133,29 +114,24 @@ class Replica:
         a request sent at that moment would be lost."""
         self._http.close()
 
-    def info(self, timeout_s: float | None = None) -> dict:
+    def info(self, timeout_s: float | None = None) -> Info:
         """Return what the replica holds, serves and supports."""
-        return self._ask("GET", "info", timeout_s=timeout_s)
+        return cast(Info, self._ask("info", timeout_s=timeout_s))
 
     def generate(
         self,
         request_id: str,
         token_ids: Sequence[int],
         *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
         stop_token_ids: list[int],
         session: str | None,
         version: int | None,
+        **sampling: Unpack[Sampling],
     ) -> tuple[int | None, list[Sample]]:
         """Return the version that sampled, and `n` completions of one prompt in index order."""
-        sampling = {"n": n, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         body = {"request_id": request_id, "token_ids": encode_ids(token_ids), **sampling}
         body |= {"stop_token_ids": stop_token_ids, "session": session, "version": version}
-        answer = self._ask("POST", "generate", body=body)
+        answer = self._ask("generate", body=body)
         try:
             samples = [
                 Sample(decode_ids(row["token_ids"]), decode_floats(row["logprobs"]), str(row["finish_reason"]))
@@ -171,7 +147,7 @@ class Replica:
         With session and version None, score the base.
         """
         body = {"sequences": [encode_ids(ids) for ids in sequences], "session": session, "version": version}
-        answer = self._ask("POST", "score", body=body, timeout_s=self.change_timeout_s)
+        answer = self._ask("score", body=body, timeout_s=self.change_timeout_s)
         try:
             scores = [decode_floats(text) for text in answer["logprobs"]]
             if answer["version"] != version or [len(one) for one in scores] != [len(ids) - 1 for ids in sequences]:
@@ -197,37 +173,36 @@ class Replica:
         where = {"way": way, "run": run, "session": session, "version": version, "base_hash": base_hash}
         limit = min(FIRST_STAGE_TIMEOUT_S, self.timeout_s) if is_first else self.change_timeout_s
         what = {"body": {"path": str(Path(path).resolve())}} if body is None else {"data": body}
-        answer = self._ask("POST", "stage", params=where, timeout_s=limit, **what)
+        answer = self._ask("stage", params=where, timeout_s=limit, **what)
         return answer.get("seconds", 0.0)
 
     def activate(self, session: str, version: int) -> dict:
         """Serve a staged version; return the replica's seconds by part."""
         body = {"session": session, "version": version}
-        return self._ask("POST", "activate", body=body, timeout_s=self.change_timeout_s).get("seconds", {})
+        return self._ask("activate", body=body, timeout_s=self.change_timeout_s).get("seconds", {})
 
     def discard(self, session: str, version: int) -> None:
         """Discard a staged version; a no-op if it is not staged."""
         body = {"session": session, "version": version}
         # Short: the end of a run waits for it, even if the replica hangs.
-        self._ask("POST", "discard", body=body, timeout_s=min(DISCARD_TIMEOUT_S, self.timeout_s))
+        self._ask("discard", body=body, timeout_s=min(DISCARD_TIMEOUT_S, self.timeout_s))
 
     def noise(self, session: str, version: int, sigma: float, seed: int) -> dict:
         """Add noise to the norms of the served version until another is activated; return the replica's seconds by
         part."""
         body = {"session": session, "version": version, "sigma": sigma, "seed": seed}
-        return self._ask("POST", "noise", body=body, timeout_s=self.change_timeout_s).get("seconds", {})
+        return self._ask("noise", body=body, timeout_s=self.change_timeout_s).get("seconds", {})
 
     def sleep(self) -> float:
         """Release the GPU memory until `wake`; return the seconds it took."""
-        return self._ask("POST", "sleep", timeout_s=self.change_timeout_s).get("seconds", 0.0)
+        return self._ask("sleep", timeout_s=self.change_timeout_s).get("seconds", 0.0)
 
     def wake(self) -> float:
         """Restore weights and KV cache; return the seconds it took."""
-        return self._ask("POST", "wake", timeout_s=self.change_timeout_s).get("seconds", 0.0)
+        return self._ask("wake", timeout_s=self.change_timeout_s).get("seconds", 0.0)
 
     def _ask(
         self,
-        method: str,
         action: str,
         body: dict | None = None,
         data: bytes | None = None,
@@ -235,10 +210,10 @@ class Replica:
         timeout_s: float | None = None,
     ) -> dict:
         limit = timeout_s or self.timeout_s
-        headers = {"Content-Type": "application/octet-stream"} if data is not None else None
+        headers = {"Content-Type": BINARY} if data is not None else None
         try:
             response = self._http.request(
-                method,
+                ROUTES[action],
                 f"{self.url}{PREFIX}/{action}",
                 params=params,
                 json=body,
@@ -265,6 +240,63 @@ class Replica:
     def _not_understood(self, action: str, error: Exception) -> ReplicaError:
         reason = f"the answer is not of protocol {PROTOCOL}: {type(error).__name__}: {error}"
         return ReplicaError(self.url, action, reason[:300], retry=False)
+
+
+def silences(
+    replica: Replica, action: str, has_work: Callable[[], bool], finished: threading.Event
+) -> Iterator[ReplicaError]:
+    """Yield an error whenever a replica that has work answers nothing at all, until `finished`: its process hangs, its
+    connections stay open."""
+    silent = 0
+    while not finished.wait(PROBE_EVERY_S):
+        error = None
+        if has_work():
+            try:
+                replica.info(timeout_s=PROBE_TIMEOUT_S)
+            except ReplicaError as found:
+                error = found if found.status is None else None
+        silent = silent + 1 if error else 0
+        if silent >= PROBES:
+            text = f"it takes requests and answers none, not even {error.action}: {error.text}"
+            yield ReplicaError(replica.url, action, text)
+
+
+def ask_all(
+    replicas: list[Replica], call: Callable[[Replica], Any], probe: str | None = None
+) -> tuple[dict[str, Any], dict[str, ReplicaError]]:
+    """Send one request to every replica at once; return the answers by URL and the failures by URL.
+
+    With `probe`, the name of the request, a hanging replica is given up on as in `silences`; without, the request's
+    own timeout applies.
+    """
+    results: queue.SimpleQueue = queue.SimpleQueue()
+    finished = {replica.url: threading.Event() for replica in replicas}
+
+    def request(replica: Replica) -> None:
+        try:
+            results.put((replica.url, True, call(replica)))
+        except Exception as error:
+            results.put((replica.url, False, error))
+
+    def watch(replica: Replica) -> None:
+        for error in silences(replica, probe, lambda: True, finished[replica.url]):
+            results.put((replica.url, False, error))
+            return
+
+    for replica in replicas:
+        for work in (request, watch) if probe else (request,):
+            # Not a pool: it would wait for a hanging request.
+            threading.Thread(target=work, args=(replica,), daemon=True).start()
+    outcomes: dict[str, tuple[bool, Any]] = {}
+    while len(outcomes) < len(finished):
+        url, is_answer, outcome = results.get()
+        finished[url].set()
+        outcomes.setdefault(url, (is_answer, outcome))
+    failed = {url: outcomes[url][1] for url in finished if not outcomes[url][0]}
+    for error in failed.values():
+        if not isinstance(error, ReplicaError):
+            raise error
+    return {url: outcomes[url][1] for url in finished if outcomes[url][0]}, failed
 
 
 class _KeepAlive(HTTPAdapter):

@@ -1,4 +1,4 @@
-"""Adapter sync: make every replica sample from a new version of the adapter.
+"""Adapter sync: make every replica sample from a new version of the policy's adapter.
 
 Only the adapter is sent. Whether a replica folds it into its weights or serves it unmerged is up to the replica
 (`rollout.sync`); for the trainer both are the same four requests: stage on all, activate on all, score the canary,
@@ -23,14 +23,14 @@ import numpy as np
 from kit.core.config.schema import Config
 from kit.core.errors import CheckFailed, KitError
 from kit.core.run_directory import RunDir
-from kit.rollout.adapter_file import WEIGHTS, AdapterFile
+from kit.rollout.adapter_file import AdapterFile
 from kit.rollout.canary import CanaryResult, compare, write_canary
-from kit.rollout.dispatch import ask_all
-from kit.rollout.noise import Noise
-from kit.rollout.replica import CONTINUE, Replica, ReplicaError, log_name
+from kit.rollout.canary_scores import CanaryScorer, Scores
+from kit.rollout.noise import Noise, facts, noise_of
+from kit.rollout.policy_view import PolicyView
+from kit.rollout.protocol import WEIGHTS
+from kit.rollout.replica import CONTINUE, Replica, ReplicaError, ask_all, log_name
 
-# The canary's sequences, and the scores of the policy and of the base on them.
-Scores = tuple[list[list[int]], list[np.ndarray], list[np.ndarray]]
 STATE_TIMEOUT_S = 5.0  # for asking a replica what it serves, after a failure
 START = "python -m launch.server --config ..."
 _LOST = "did not answer, so what it serves is not known"
@@ -40,11 +40,16 @@ class AdapterSync:
     """Publish adapter versions to all replicas; on failure, roll those that answer back to the previous version.
 
     After `publish`, `seconds` holds its wall-clock parts (write, stage, activate, canary, and noise if any) and
-    `canary` the result of each replica by URL; `served` is the version that all replicas sample from.
+    `canary` the result of each replica by URL; `served` is the version that all replicas sample from. `scorer` has the
+    sequences of the canary.
     """
 
     def __init__(self, replicas: list[Replica], config: Config, run: RunDir):
         self.replicas, self.config, self.run = replicas, config, run
+        rollout = config.rollout
+        longest = rollout.max_prompt_length + rollout.max_completion_length
+        self.scorer = CanaryScorer(rollout.canary_prompts, longest)
+        self._prepared: tuple[AdapterFile | None, Scores | None] | None = None
         self.session = secrets.token_hex(4)
         self.folder = run.path / "sync" / self.session
         self.served: int | None = None
@@ -54,8 +59,29 @@ class AdapterSync:
         self._cleanup: Future | None = None
         self._kept: set[tuple[str, int]] = set()  # (URL, version) that could not be discarded
 
+    def prepare(self, policy: PolicyView) -> None:
+        """For a split base, collect everything that `update` needs of the policy, in all processes together and before
+        any request: a forward or gather that one process skips would block the others forever."""
+        self._prepared = policy.adapter(), self.scorer.scores(policy)
+
+    def update(self, policy: PolicyView) -> dict[str, Any]:
+        """Make all replicas serve the policy's version, unless they do; return the figures of the sync."""
+        version = policy.version
+        if version == self.served:
+            return {}
+        adapter, scores = self._prepared or (policy.adapter(), None)
+        score = (lambda: scores) if self._prepared else (lambda: self.scorer.scores(policy))
+        self._prepared = None  # it holds the gathered tensors
+        noise = noise_of(self.config, version)
+        self.publish(version, adapter, score if self.scorer.sequences else None, noise)
+        figures = facts(noise) | {"sync_seconds": {part: round(value, 4) for part, value in self.seconds.items()}}
+        if results := self.canary.values():
+            figures["canary_delta"] = max(result.mean for result in results)
+            figures["canary_k3"] = max(result.k3 for result in results)
+        return figures
+
     def publish(
-        self, version: int, adapter: AdapterFile, score: Callable[[], Scores] | None, noise: Noise | None = None
+        self, version: int, adapter: AdapterFile, score: Callable[[], Scores | None] | None, noise: Noise | None = None
     ) -> None:
         """Make all replicas serve this version; `CheckFailed`, naming the replica, if one cannot.
 

@@ -1,8 +1,47 @@
-"""Which groups teach nothing: all their completions got one reward."""
+"""Advantages of GRPO from the rewards of all processes: tensors in, tensors out.
+
+Equal to those of trl 1.16, but that a group whose rewards are equal has exactly 0: TRL subtracts a mean that is off by
+a rounding (eight times 0.7), and Adam makes whole steps of what is left.
+"""
 
 import math
 
 import torch
+from trl.trainer.utils import nanstd
+
+
+def group_advantages(
+    rewards: torch.Tensor, weights: torch.Tensor, group_size: int, scale: str, are_summed: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages (N,) of rewards (N, functions), NaN where none was computed, and which groups (N / group_size,) teach
+    nothing.
+
+    `are_summed`: the weighted sum of a completion's rewards is compared within its group, and divided by the deviation
+    of the group or the batch as `scale` says; otherwise each function's reward is normalized first (GDPO, arXiv
+    2601.05242). A completion without any reward has the advantage 0.
+    """
+    weights = weights.to(rewards.device)
+    unknown = rewards.isnan().all(dim=1)
+
+    def total(each: torch.Tensor) -> torch.Tensor:
+        summed = (each * weights).nansum(dim=1)  # (N,)
+        return summed.masked_fill(unknown, torch.nan)
+
+    if are_summed:
+        summed = total(rewards)
+        groups = summed.view(-1, group_size)
+        advantages = summed - groups.nanmean(dim=1).repeat_interleave(group_size)
+        if scale == "group":
+            advantages = advantages / (nanstd(groups, dim=1).repeat_interleave(group_size) + 1e-4)
+        elif scale == "batch":
+            advantages = advantages / (nanstd(summed) + 1e-4)
+    else:
+        grouped = rewards.view(-1, group_size, rewards.size(1))
+        normed = (grouped - grouped.nanmean(dim=1, keepdim=True)) / (nanstd(grouped, dim=1, keepdim=True) + 1e-4)
+        summed = total(normed.view(rewards.shape))
+        advantages = (summed - summed.nanmean()) / (nanstd(summed) + 1e-4)
+    flat = find_flat_groups(rewards, weights, group_size, are_summed)
+    return advantages.nan_to_num(nan=0.0).masked_fill(flat.repeat_interleave(group_size), 0.0), flat
 
 
 def find_flat_groups(

@@ -9,29 +9,21 @@ An order is one of places in the data, so a run is resumed on the problems that 
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kit.core.config.checks import is_main_process
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, read_json, write_json
 
-if TYPE_CHECKING:  # the methods and attributes of the class that it stands before
-    from trl import GRPOTrainer as Trainer
-else:
-    Trainer = object
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch.utils.data import Sampler
 
 
-class DataOrder(Trainer):
-    """Stands before `GRPOTrainer` among the bases of `trainer.PolicyTrainer`. Written for trl 1.16 and transformers
-    5.17; `tests/unit/test_trl_seams.py` holds what is relied on."""
-
-    passes = 0  # whole passes over the data that were made before this process started
-
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(dataset)
-        for _ in range(self.passes):
-            next(iter(sampler))  # draws the order of a whole pass
-        return sampler
+def skip_passes(sampler: "Sampler", passes: int) -> None:
+    """Let a sampler draw the orders of whole passes over the data, so that its next one is that of the pass after."""
+    for _ in range(passes):
+        next(iter(sampler))
 
 
 def passes_made(checkpoint: Path) -> int:
@@ -39,13 +31,13 @@ def passes_made(checkpoint: Path) -> int:
     return int(read_json(checkpoint / "trainer_state.json")["epoch"])
 
 
-def _facts(dataset: Any) -> dict[str, Any]:
+def _facts(dataset: "Dataset") -> dict[str, int | str]:
     """How many problems a training set has, and a hash of them in their order: an id is one of question and answer."""
     ids = list(dataset["problem_id"])
     return {"problems": len(ids), "blake2b": hashlib.blake2b("\n".join(ids).encode(), digest_size=32).hexdigest()}
 
 
-def check_problems(run: RunDir, dataset: Any) -> None:
+def check_problems(run: RunDir, dataset: "Dataset") -> None:
     """`BadInput` when the run was started on other problems, or on these in another order. A new run has no record of
     them, and none has one that was started before there was such a record."""
     if run.replaces or not run.data_file.exists():
@@ -61,7 +53,7 @@ def check_problems(run: RunDir, dataset: Any) -> None:
         )
 
 
-def record_problems(run: RunDir, dataset: Any) -> None:
+def record_problems(run: RunDir, dataset: "Dataset") -> None:
     """Write `data.json`, by which `check_problems` knows the run's problems again; in the main process only."""
     if is_main_process():
         write_json(run.data_file, _facts(dataset))

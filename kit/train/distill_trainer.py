@@ -34,9 +34,10 @@ from kit.core.run_directory import RunDir
 from kit.policy.packed.attention import mask_kind, use_packed_attention
 from kit.policy.packed.packing import pack_rows, read_rows
 from kit.policy.teacher import Teacher
+from kit.train.loss import LossFunction
 from kit.train.rows import padded_positions, takes_positions, whole_rows
-from kit.train.step import StepTally
-from kit.train.trainer import PolicyTrainer, trainer_arguments
+from kit.train.step import PolicyStep, StepTally
+from kit.train.trainer import PolicyTrainer, loss_settings, trainer_arguments
 
 WORDS = 32768  # vocabulary entries of a tile
 # Figures of GRPO's update that a distillation does not have.
@@ -111,47 +112,44 @@ def last_states(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return states.flatten(0, 1)[batch.predicting]
 
 
-class DistillTrainer(PolicyTrainer):
-    """`PolicyTrainer` whose update follows a teacher; records `divergence` and `seconds.teacher` besides."""
+class DistillStep(PolicyStep):
+    """The step of a distillation: no rewards, no old log-probs, no reference."""
 
-    def __init__(self, *, config: Config, other_teacher: torch.nn.Module | None = None, **kwargs: Any):
-        super().__init__(config=settled(config), **kwargs)
-        distill = self.config.distill
-        self.teacher = Teacher(self.config, self.model, other_teacher)
-        if other_teacher is not None and self.config.train.micro_batch_tokens is not None:
-            use_packed_attention(other_teacher)
-        self._divergence_beta = beta_of(distill)
+    def __init__(self, *facts: Any, teacher: Teacher):
+        super().__init__(*facts)
+        self.teacher, distill = teacher, self.config.distill
+        self._beta = beta_of(distill)
         chunked_divergence.TOKEN_CHUNK_SIZE = distill.chunk_tokens
         self._through_wrapper = _ForwardRedirection()
         self._sums: torch.Tensor | None = None  # of divergence, entropy and tokens since the last report
 
-    def compute_loss(
-        self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
-        """As `PolicyStep.compute_loss`; the step is refused when the sampler is not the student."""
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+    def loss(self, model: torch.nn.Module, inputs: dict, accumulated: int) -> torch.Tensor:
+        """As `PolicyStep.loss`; the step is refused when the sampler is not the student."""
+        loss = super().loss(model, inputs, accumulated)
         inputs.pop("sampling_per_token_logps", None)  # a batch that is used again is no longer the sampler's
         return loss
 
-    def _loss_of_rows(self, model: Any, inputs: dict, step_rows: int) -> torch.Tensor:
+    def loss_of_rows(
+        self, model: torch.nn.Module, inputs: dict, step_rows: int, step_tokens: torch.Tensor
+    ) -> torch.Tensor:
         student, distill = self.accelerator.unwrap_model(model), self.config.distill
         with self.accelerator.autocast():
-            batch = self._batch(student, inputs)
-            with torch.no_grad(), self.timed("teacher"), self.teacher.of(student) as teacher:
+            batch = self.batch(student, inputs)
+            with torch.no_grad(), self.figures.timed("teacher"), self.teacher.of(student) as teacher:
                 target, teacher_head = last_states(teacher, batch), Head.of(teacher)
             base = student.get_base_model()
             states = self._through_wrapper(model, student, last_states, base, batch)  # as DDP wants it
             head = Head.of(base)
-            each, entropy = divergence(states, head, target, teacher_head, self._divergence_beta, distill.temperature)
+            each, entropy = divergence(states, head, target, teacher_head, self._beta, distill.temperature)
             if "sampling_per_token_logps" in inputs:
                 self._compare(states.detach(), head, batch, inputs["sampling_per_token_logps"])
         sums = torch.stack([each.detach().sum(), entropy.sum(), each.new_tensor(len(each))])
         self._sums = sums if self._sums is None else self._sums + sums
-        # All tokens of the step, over processes, as TRL's dapo has it: the tokens weigh the same wherever they lie.
-        share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
-        return each.sum() / (inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes * share)
+        # Divided by all tokens of the step, as TRL's dapo has it: they weigh the same wherever they lie.
+        return each.sum() / step_tokens
 
-    def _batch(self, student: torch.nn.Module, inputs: dict) -> Batch:
+    def batch(self, student: torch.nn.Module, inputs: dict) -> Batch:
+        """Rows as the student takes them: padded, or with `train.micro_batch_tokens` in one pack."""
         ids, mask = whole_rows(inputs)  # (b, W)
         width, length, train = ids.size(1), inputs["completion_ids"].size(1), self.config.train
         if train.micro_batch_tokens is None:
@@ -172,23 +170,38 @@ class DistillTrainer(PolicyTrainer):
     def _compare(self, states: torch.Tensor, head: Head, batch: Batch, sampler: torch.Tensor) -> None:
         """Keep the student's log-probs of the sampled tokens with the sampler's (b, C), for the step's end."""
         weight, bias, scale, cap = head
-        scores = (self.temperature, WORDS, cap, scale, ("log_probs",))
+        scores = (self.arguments.temperature, WORDS, cap, scale, ("log_probs",))
         with torch.no_grad():
             logps = ChunkedLogProbFunction.apply(states, weight, bias, batch.tokens, *scores)[0]
-        self._tally.compared.append((logps.float(), sampler.flatten()[batch.place].float()))
+        self.tally.compared.append((logps.float(), sampler.flatten()[batch.place].float()))
 
-    def _finish_step(self, tally: StepTally) -> None:
+    def finish(self, tally: StepTally) -> None:
         self._report()
         if tally.compared:
             policy, sampler = (torch.cat(each)[None] for each in zip(*tally.compared, strict=True))  # (1, N)
-            self._judge_sampler([(policy, sampler, torch.ones_like(policy))])
+            self.judge_sampler([(policy, sampler, torch.ones_like(policy))])
 
     def _report(self) -> None:
         """The step's mean divergence and entropy, nats a token, over all processes."""
         total, entropy, tokens = self.accelerator.reduce(self._sums, "sum").tolist()
         self._sums = None
-        self._metrics["train"]["divergence"].append(total / max(tokens, 1.0))
-        self._metrics["train"]["entropy"].append(entropy / max(tokens, 1.0))
+        self.metrics["divergence"].append(total / max(tokens, 1.0))
+        self.metrics["entropy"].append(entropy / max(tokens, 1.0))
+
+
+class DistillTrainer(PolicyTrainer):
+    """`PolicyTrainer` whose update follows a teacher; records `divergence` and `seconds.teacher` besides."""
+
+    def __init__(self, *, config: Config, other_teacher: torch.nn.Module | None = None, **kwargs: Any):
+        self._other_teacher = other_teacher
+        super().__init__(config=settled(config), **kwargs)
+
+    def _make_step(self, loss: LossFunction | None) -> DistillStep:
+        teacher, other = Teacher(self.config, self.model, self._other_teacher), self._other_teacher
+        if other is not None and self.config.train.micro_batch_tokens is not None:
+            use_packed_attention(other)
+        facts = self.config, self.run, self.policy, self.args, loss_settings(self.args, self.config), None
+        return DistillStep(*facts, self.figures, self._metrics["train"], teacher=teacher)
 
     def _record(self, logs: dict, step: int) -> dict:
         record = super()._record(logs, step) | dict.fromkeys(NOT_HERE)

@@ -8,16 +8,19 @@ random numbers and hands the generator's state back, so a run is the same with a
 
 import contextlib
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from accelerate.utils import gather_object
+from transformers import PreTrainedTokenizerBase
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.data.problems import CODE_FORMATS, TEXT_FORMATS, chat_messages, drop_long, load_problems
+from kit.rollout.policy_view import PolicyView, Sampler
 from reward import BoundReward, checked_options
+
+Tokenize = Callable[[list[list[dict]]], list[list[int]]]  # messages of prompts -> token ids
 
 
 class HeldOut:
@@ -26,8 +29,8 @@ class HeldOut:
     At most `watch.eval_problems` problems, the first of the split whose prompt fits.
     """
 
-    def __init__(self, config: Config, tokenizer: Any):
-        self.config = config
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase):
+        self.config, self.tokenizer = config, tokenizer
         problems = load_problems(config.data, "eval")
         problems, _ = drop_long(problems, tokenizer, config.data, config.rollout.max_prompt_length)
         self.problems = problems[: config.watch.eval_problems]
@@ -40,20 +43,20 @@ class HeldOut:
         every, apart = self.config.watch.eval_every, self.config.train.num_iterations
         return step == 1 or step // every != (step - apart) // every
 
-    def measure(self, trainer: Any) -> float | None:
+    def measure(self, sampler: Sampler, policy: PolicyView, tokenize: Tokenize) -> float | None:
         """Share of right answers among those that could be judged, the same in every process; None when none could.
 
         Called by all processes together; each generates its part.
         """
-        processes, index = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        processes, index = policy.processes.num_processes, policy.processes.process_index
         share = -(-len(self.problems) // processes)
         # Everyone generates equally often: the last share is filled up from the start, and the surplus dropped.
         mine = list(itertools.islice(itertools.cycle(self.problems), index * share, (index + 1) * share))
         prompts = [chat_messages(self.config.data, problem) for problem in mine]
-        completions = trainer.processing_class.batch_decode(
-            _generate(trainer, trainer._tokenize_prompts(prompts)[0]), skip_special_tokens=True
-        )
-        messages = [[{"role": "assistant", "content": text}] for text in completions]
+        with own_random_numbers(self.config.run.seed, index, policy.processes.device):
+            made = sampler.generate(policy, tokenize(prompts), group=1)
+        texts = self.tokenizer.batch_decode(made.token_ids, skip_special_tokens=True)
+        messages = [[{"role": "assistant", "content": text}] for text in texts]
         scores = self.judge(prompts=prompts, completions=messages, gold=[problem.gold for problem in mine])
         decided = [score for score in gather_object(scores)[: len(self.problems)] if score is not None]
         return sum(score == 1.0 for score in decided) / len(decided) if decided else None
@@ -80,25 +83,9 @@ def _judge(config: Config) -> BoundReward:
     return BoundReward(name, reward.workers, reward.timeout_s, 1.0, options)
 
 
-def _generate(trainer: Any, prompt_ids: list[list[int]]) -> list[list[int]]:
-    rollout = trainer.rollout
-    if rollout is not None:
-        told = rollout.versions, rollout.report  # of the step's own rollouts
-        completions, _ = rollout.generate(trainer, prompt_ids, group=1)
-        rollout.versions, rollout.report = told
-        return completions
-    size = max(1, trainer.args.generation_batch_size // trainer.accelerator.num_processes)
-    made: list[list[int]] = []
-    with _own_random_numbers(trainer):
-        for start in range(0, len(prompt_ids), size):
-            made += trainer._generate_single_turn(prompt_ids[start : start + size], None, {}, 1)[0]
-    return made
-
-
 @contextlib.contextmanager
-def _own_random_numbers(trainer: Any) -> Iterator[None]:
+def own_random_numbers(seed: int, process: int, device: torch.device) -> Iterator[None]:
     """Seed torch for the block and give its generators their state back."""
-    device = trainer.accelerator.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(trainer.config.run.seed * 1000 + trainer.accelerator.process_index)
+        torch.manual_seed(seed * 1000 + process)
         yield

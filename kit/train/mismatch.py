@@ -89,7 +89,7 @@ def importance_ratio(
     return ratio.masked_fill((ratio > cap) | (ratio < (floor if floor is not None else -math.inf)), 0.0)
 
 
-def describe_problem(figures: dict[str, float | int | None], limit: float, is_ahead: bool) -> str:
+def describe_fault(figures: dict[str, float | int | None], limit: float, is_ahead: bool) -> str:
     """Why a run stops at figures of `measure`, and what to do; empty if they are fine. `limit` is
     `rollout.max_sampler_k3`; `is_ahead`: an earlier version sampled (`rollout.overlap`)."""
     if count := figures["sampler_nan_count"]:
@@ -100,17 +100,17 @@ def describe_problem(figures: dict[str, float | int | None], limit: float, is_ah
     k3 = figures["sampler_k3"]
     if k3 is None or k3 <= limit:
         return ""
-    problem = (
+    fault = (
         f"the sampler is not the policy: k3 KL {k3:.4f} a token, limit rollout.max_sampler_k3 {limit}. Serve "
         "the dequantized base of this model (python -m merge base, python -m launch.server)."
     )
     if is_ahead:
-        problem += (
+        fault += (
             " With rollout.overlap it also counts what one update changed: if k3 rose from small values, "
             "start another run from the newest adapter (policy.init_adapter) with a lower "
             "train.learning_rate or without rollout.overlap."
         )
-    return problem
+    return fault
 
 
 def _percentile(ordered: "torch.Tensor", share: float) -> float:

@@ -35,8 +35,8 @@ class OwnLoss:
         except Exception as error:  # a function of the user's may fail in any way
             said = " ".join(str(error).split())[:300] or "no message"
             raise LossFailed(f"{KEY} {self.name!r} raised {type(error).__name__}: {said.rstrip('.')}.") from error
-        if problem := describe_problem(result, inputs):
-            raise LossFailed(f"{KEY} {self.name!r} {problem}")
+        if fault := describe_fault(result, inputs):
+            raise LossFailed(f"{KEY} {self.name!r} {fault}")
         return result
 
 
@@ -63,7 +63,7 @@ def load_loss(config: Config, settings: LossSettings) -> LossFunction | None:
     return own
 
 
-def describe_problem(result: Any, inputs: LossInputs) -> str:
+def describe_fault(result: Any, inputs: LossInputs) -> str:
     """What is wrong with the result of a loss, as the rest of a sentence; empty if nothing is."""
     loss, figures = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not torch.is_tensor(loss):

@@ -1,18 +1,17 @@
 """Rows of a step: TRL's dictionary of a batch, prompts padded on the left and completions on the right."""
 
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 # What a batch's first forward leaves with its rows, for further updates with them.
 KEPT = ("old_per_token_logps", "ref_per_token_logps")
 
 
-def take_rows(inputs: dict, rows: list[int]) -> dict:
+def take_rows(inputs: dict, rows: list[int] | torch.Tensor) -> dict:
     """Some rows of a batch; an entry of the whole batch stays."""
-    index = torch.tensor(rows, device=inputs["completion_ids"].device)
+    index = torch.as_tensor(rows, device=inputs["completion_ids"].device)
     return {key: value[index] if torch.is_tensor(value) and value.ndim else value for key, value in inputs.items()}
 
 
@@ -29,7 +28,7 @@ def whole_rows(inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], dim=1) for of in ("ids", "mask"))
 
 
-def takes_positions(policy: Any) -> bool:
+def takes_positions(policy: torch.nn.Module) -> bool:
     """Whether the model under the adapter takes `position_ids`. Models with ALiBi count by the attention mask."""
     return "position_ids" in inspect.signature(type(policy.get_base_model()).forward).parameters
 
@@ -39,12 +38,25 @@ def padded_positions(mask: torch.Tensor) -> torch.Tensor:
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
-def with_positions(model: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    """`model`, called with the positions of its rows too; `policy` is the same without wrappers.
+def padded_logps(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    columns: int,
+    compute_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs and, if requested, entropies (b, C) of the last C = `columns` of padded rows (b, W), by TRL's fused
+    head.
 
-    A padded row counts from its first real token, as a sampler and a pack do. TRL passes no positions, so they would
-    count from the padding, and in BF16 rotary embeddings of shifted positions are not the same.
+    A padded row counts from its first real token, as a sampler and a pack do: in BF16 rotary embeddings of shifted
+    positions are not the same.
     """
-    if not takes_positions(policy):
-        return model
-    return lambda **inputs: model(**inputs, position_ids=padded_positions(inputs["attention_mask"]))
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :-columns] = -100
+    given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    if takes_positions(accelerator.unwrap_model(model)):
+        given["position_ids"] = padded_positions(mask)
+    with accelerator.autocast():
+        output = model(**given, fused_lm_head=True)
+    return output.log_probs[:, -columns:], output.entropy[:, -columns:] if compute_entropy else None

@@ -8,7 +8,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kit.core import formats
 from kit.core.config.base_rules import describe_base
@@ -23,6 +23,9 @@ from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat
 from kit.core.run_directory import RunDir, write_json
 from kit.core.run_state import drop_replaced, trains_in
+
+if TYPE_CHECKING:
+    from kit.train.trainer import PolicyTrainer
 
 
 def say(text: str) -> None:
@@ -405,7 +408,7 @@ def say_alerts(run: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
+def training(trainer: "PolicyTrainer", facts: dict, note: str = "") -> Iterator[None]:
     """Release the servers of `trainer` on exit and verify that the base is unchanged.
 
     `CheckFailed` if the base is not the one of `facts` (base.json), or if the GPU runs out of memory, with the keys
@@ -427,8 +430,8 @@ def training(trainer: Any, facts: dict, note: str = "") -> Iterator[None]:
             rest = f"no checkpoint is there yet (train.save_steps {trainer.config.train.save_steps})"
         raise Interrupted(f"interrupted in step {trainer.state.global_step + 1}: {rest}") from error
     finally:
-        if trainer.rollout and trainer.accelerator.is_main_process:
-            trainer.rollout.close()
+        if trainer.accelerator.is_main_process:
+            trainer.sampler.close()
     check_base_unchanged(trainer.accelerator.unwrap_model(trainer.model), facts)
     say_alerts(trainer.run)
     say(

@@ -10,11 +10,14 @@ import importlib.util
 import math
 import os
 from collections.abc import Container
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 # Tracker -> variable that says where it writes. Trackio's own place stays: its dashboard shows all runs from there.
 PLACES = {"tensorboard": "TENSORBOARD_LOGGING_DIR", "wandb": "WANDB_DIR"}
@@ -57,20 +60,13 @@ def _grouped(key: str) -> str:
     return f"{group}/{rest}" if group in GROUPS and rest and "/" not in key else key
 
 
-def send_figures(trainer: Any, record: dict, sent: Container[str] = ()) -> None:
-    """Give a step's line of metrics.jsonl to the trackers of `trainer`, as its own logs are."""
-    if trainer.config.watch.report_to and (found := figures(record, sent)):
-        trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, found)
-
-
-def send_completions(trainer: Any, step: int, rows: list[dict]) -> None:
-    """Give a table of a step's sampled completions to the trackers of `trainer`, in the main process."""
-    trackers = trainer.config.watch.report_to
+def send_completions(trackers: list[str], callbacks: "list[TrainerCallback]", step: int, rows: list[dict]) -> None:
+    """Give a table of a step's sampled completions to `trackers`, in the main process, by the trainer's callbacks."""
     if not rows or not trackers:
         return
     table = [_flat(row) for row in rows]
     columns = list(table[0])
-    for callback in trainer.callback_handler.callbacks:
+    for callback in callbacks:
         if (writer := getattr(callback, "tb_writer", None)) is not None:  # TensorBoardCallback's
             writer.add_text("completions", _markdown(columns, table), step)
     if "wandb" in trackers and (wandb := importlib.import_module("wandb")).run is not None:

@@ -1,32 +1,34 @@
 """The trainer: `GRPOTrainer` of TRL with the kit's rollouts, step, records and checkpoints.
 
-Written for trl 1.16. `GRPOTrainer` has no public seam for a rollout backend, for what a step records or for how a
-checkpoint becomes whole, so this one class overrides `_generate`, `_generate_single_turn`, `_calculate_rewards`,
-`_generate_and_score_completions`, `log` and `_save_checkpoint`; `tests/unit/test_trl_seams.py` fails when upstream
-moves any of them. The advantages, the sampler and the optimizer loop stay TRL's. The step is in `step.py`, its loss in
-`loss.py`, generation ahead of it in `overlap.py`.
+    get_batch_samples   transformers draws the prompts of a step (`overlap.py`: those of the next one too)
+    _prepare_inputs     sample, reward, advantage (`sampling.py`, `advantages.py`); TRL's functions shuffle and split
+    compute_loss        forward, loss, backward; the check of the sampler (`step.py`, `loss.py`)
+    log                 the step's line of metrics.jsonl
+
+Written for trl 1.16. TRL keeps the data set, its sampler, tokenizing, generation in this process and the calls of
+reward functions; transformers the optimizer loop, callbacks and what a checkpoint holds. Of these only the loop calls
+back, by the methods above. `tests/unit/test_trl_seams.py` fails when upstream moves any of them.
 """
 
-import contextlib
+import copy
 import math
 import os
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate.utils import gather_object
+from datasets import Dataset
 from safetensors.torch import save_file
-from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
 from kit.core.run_directory import RunDir, checkpoint_step
+from kit.policy.adapter_dropout import turned_off
 from kit.policy.fused_linear import check_compute, use_fused_linears
-from kit.policy.host_memory import peak_resident_gib, reset_peak_resident
-from kit.policy.kept_weights import keeping_weights
 from kit.policy.liger import use_kernels
 from kit.policy.load import load_adapter_weights, publish_adapter, set_adapter_dtype
 from kit.policy.packed.attention import use_packed_attention
@@ -40,8 +42,9 @@ from kit.policy.quantized_linear import (
 )
 from kit.policy.recompute import use_recompute
 from kit.policy.sharding import gather_adapter, prepare
-from kit.rollout.noise import facts, noise_of, noisy
-from kit.rollout.overlap import OverlappedRollouts
+from kit.rollout.overlap import Batches, Lookahead
+from kit.rollout.policy_view import AheadSampler, Sampler
+from kit.train.advantages import group_advantages
 from kit.train.checkpoint import (
     SAVE_ERRORS,
     commit_checkpoint,
@@ -52,16 +55,20 @@ from kit.train.checkpoint import (
     saving_failed,
     staging_directory,
 )
-from kit.train.data_order import DataOrder, passes_made
+from kit.train.data_order import passes_made, skip_passes
+from kit.train.figures import StepFigures, peak_gib
 from kit.train.finite import FiniteAdapter, FiniteGradients
 from kit.train.head_tiles import use_host_tiles
 from kit.train.heldout import HeldOut
 from kit.train.loss import LossFunction, LossSettings
 from kit.train.mismatch import KEYS as MISMATCH
 from kit.train.own_loss import load_loss
+from kit.train.own_sampler import OwnSampler
 from kit.train.record import Recorder, add_counts, keep_traceback, unknown_so_far
-from kit.train.step import PolicyStep
-from kit.train.trackers import prepare_trackers, send_completions, send_figures
+from kit.train.sampling import completion_messages, log_lengths, log_pending, log_rewards, row_tensors
+from kit.train.step import PolicyStep, SamplerIsNotThePolicy
+from kit.train.trackers import figures, prepare_trackers, send_completions
+from kit.train.trained_policy import TrainedPolicy
 from kit.train.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields
 from reward.own import RewardFailed
 
@@ -173,7 +180,7 @@ def loss_settings(arguments: GRPOConfig, config: Config) -> LossSettings:
     )
 
 
-def check_optimizer(arguments: Any) -> None:
+def check_optimizer(arguments: GRPOConfig) -> None:
     """`BadInput` when transformers cannot make the optimizer of these arguments here: most often its package lacks, or
     a number is out of its range."""
     try:
@@ -196,17 +203,44 @@ class NewWeights(TrainerCallback):
     """Invalidates the cached peaks of quantized layers after each update: DeepSpeed and 8-bit optimizers bypass a
     tensor's version counter."""
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        forget_peaks(model)
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        forget_peaks(kwargs["model"])
 
 
-class PolicyTrainer(OverlappedRollouts, PolicyStep, DataOrder, GRPOTrainer):
+class Sampled(NamedTuple):
+    """The rollouts of a step over all processes, for completions/step-*.jsonl."""
+
+    problem_ids: list[str]
+    prompts: list[list[dict]]
+    completions: list[list[dict]]
+    rewards: list[dict[str, float]]
+    advantages: list[float]
+    versions: list[int]
+
+    def rows(self) -> list[dict]:
+        return [
+            {
+                "problem_id": problem_id,
+                "prompt": prompt[-1]["content"],
+                "completion": completion[0]["content"],
+                "rewards": rewards,
+                "advantage": advantage,
+                "adapter_version": version,
+            }
+            for problem_id, prompt, completion, rewards, advantage, version in zip(*self, strict=True)
+        ]
+
+
+class PolicyTrainer(GRPOTrainer):
     """GRPO on a frozen NF4 base with an adapter; records every step in the run directory.
 
     `model` is the base without adapter; the reference is that same base, reached by switching the adapter off.
     """
 
-    _kept: bool | None = None  # what was printed of rollout.keep_weights
+    _buffered_inputs: list[dict] | None  # TRL's
+    passes = 0  # whole passes over the data that were made before this process started
 
     def __init__(
         self,
@@ -214,13 +248,13 @@ class PolicyTrainer(OverlappedRollouts, PolicyStep, DataOrder, GRPOTrainer):
         config: Config,
         run: RunDir,
         base_hash: str,
-        rollout: Any = None,
+        rollout: Sampler | None = None,
         heldout: HeldOut | None = None,
         loss: LossFunction | None = None,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        self.sharding = prepare(self.accelerator, self.model)
+        split = prepare(self.accelerator, self.model)
         use_host_tiles(self.accelerator.device)
         if self.ref_model is not None or "ref" in self.model.peft_config:
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
@@ -229,9 +263,8 @@ class PolicyTrainer(OverlappedRollouts, PolicyStep, DataOrder, GRPOTrainer):
         # Since torch 2.11 sdpa's first choice on Hopper. With a padding mask its backward pass gives NaN where the
         # length divided by 128 leaves 64 and a position's log-sum-exp is below -88 (pytorch issue 196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
-        self.config, self.run, self.base_hash, self.rollout, self.heldout = config, run, base_hash, rollout, heldout
-        self.loss_settings = loss_settings(self.args, config)
-        self.loss_function = loss or load_loss(config, self.loss_settings)
+        self.config, self.run, self.heldout = config, run, heldout
+        self.policy = TrainedPolicy(self, config, base_hash, split)
         set_adapter_dtype(self.model, config.policy.adapter_dtype)
         if config.policy.init_adapter:
             load_adapter_weights(self.model, config.policy.init_adapter)
@@ -246,14 +279,25 @@ class PolicyTrainer(OverlappedRollouts, PolicyStep, DataOrder, GRPOTrainer):
         self.add_callback(FiniteGradients(self.keep_step))
         self.add_callback(FiniteAdapter())
         self.recorder = Recorder(run, config) if self.accelerator.is_main_process else None
-        self._seconds, self._counts = defaultdict(float), defaultdict(float)
-        self._peak: dict[str, float] = {}
-        self._sampler: dict[str, Any] = {}
+        self.sampler: Sampler = rollout or self._own_sampler()
+        self.figures = StepFigures(self.accelerator.device)
+        self.policy_step = self._make_step(loss)
+        self._lookahead = Lookahead()
         self._unknown, self._unknown_before = {}, {}  # the latter: before a resume, in the main process
-        self._problem_ids: list[str] = []
-        self._row_versions: list[int] = []
-        self._rollout_version = 0
-        self._step_started: float | None = None
+        self._sampled: Sampled | None = None
+
+    def _own_sampler(self) -> OwnSampler:
+        def generate(prompt_ids: list[list[int]], group: int) -> list[list[int]]:
+            return self._generate_single_turn(prompt_ids, None, {}, group)[0]
+
+        rows = self.args.generation_batch_size // self.accelerator.num_processes
+        return OwnSampler(self.config, generate, rows, self.recorder.say if self.recorder else None)
+
+    def _make_step(self, loss: LossFunction | None) -> PolicyStep:
+        settings = loss_settings(self.args, self.config)
+        function = loss or load_loss(self.config, settings)
+        facts = self.config, self.run, self.policy, self.args, settings, function
+        return PolicyStep(*facts, self.figures, self._metrics["train"])
 
     def train_run(self, resume: bool) -> None:
         """Train to the last step, from the start or from the newest whole checkpoint of the run."""
@@ -262,8 +306,8 @@ class PolicyTrainer(OverlappedRollouts, PolicyStep, DataOrder, GRPOTrainer):
         self.passes = passes_made(checkpoint) if checkpoint else 0
         if self.accelerator.is_main_process:
             discard_staged(self.run)
-            for problem in damaged:
-                self.recorder.say(f"passed over: {problem}")
+            for fault in damaged:
+                self.recorder.say(f"passed over: {fault}")
             if checkpoint:
                 step = rewind(self.run, checkpoint)
                 self.recorder.say(f"resuming from {checkpoint} (step {step})")
@@ -276,21 +320,6 @@ class PolicyTrainer(OverlappedRollouts, PolicyStep, DataOrder, GRPOTrainer):
         self.accelerator.wait_for_everyone()  # transformers looks at what is staged once more, in every process
         if self.accelerator.is_main_process:
             discard_staged(self.run)
-
-    @property
-    def adapter_version(self) -> int:
-        """The version the next rollout is sampled from: the number of updates made."""
-        return self.state.global_step
-
-    @contextlib.contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Add the block's wall-clock seconds to a phase of this step."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._synchronize()
-            self._seconds[phase] += time.perf_counter() - started
 
     def keep_step(self) -> str:
         """Write this process's rows of the step, as TRL has them, and its adapter; a sentence that says where."""
@@ -310,117 +339,154 @@ class PolicyTrainer(OverlappedRollouts, PolicyStep, DataOrder, GRPOTrainer):
             return f"Its rows could not be kept: {error}."
         return f"Its rows and the adapter are in {file}."
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         # peft casts what it loads to float32.
         set_adapter_dtype(self.model, self.config.policy.adapter_dtype)
         if self.config.policy.quant_cfg is not None:
             restore_quantizers(self.model, resume_from_checkpoint)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._step_started is None:
-            self._step_started = time.perf_counter()
-            _reset_peak()
-        return super().training_step(*args, **kwargs)
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> torch.utils.data.Sampler:
+        sampler = super()._get_train_sampler(dataset)
+        skip_passes(sampler, self.passes)
+        return sampler
 
-    def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
-        # (B*G) rows of this process; with all processes, the problems of the step in the order they were drawn.
-        self._rollout_version = self.adapter_version
-        self._problem_ids = gather_object([row["problem_id"] for row in inputs])
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Batches:
+        draw = super().get_batch_samples
+        if not self.config.rollout.overlap:
+            return draw(epoch_iterator, num_batches, device)
+        is_last = self.state.global_step + 1 >= self.state.max_steps
+        return self._lookahead.draw(epoch_iterator, lambda: draw(epoch_iterator, num_batches, device), is_last)
+
+    def _prepare_inputs(self, rows: list[dict]) -> dict:
+        """The rows of an accumulation step, sampled with those of the whole step and used `train.num_iterations`
+        times."""
+        self.figures.begin()
+        parts = self.args.steps_per_generation
+        if self._step % (parts * self.num_iterations) == 0 or self._buffered_inputs is None:
+            with turned_off(self.policy_step.dropouts):
+                batch = self.sample(rows)
+            self._buffered_inputs = split_tensor_dict(shuffle_sequence_dict(batch), parts)
+        return self._buffered_inputs[self._step % parts]
+
+    def sample(self, rows: list[dict]) -> dict[str, torch.Tensor]:
+        """Complete the prompts of this process's rows and compute their advantages; the tensors that a loss reads."""
+        accelerator, metrics, prompts = self.accelerator, self._metrics["train"], [row["prompt"] for row in rows]
+        problem_ids = gather_object([row["problem_id"] for row in rows])
         if self.recorder:
-            self.recorder.ledger(self.state.global_step + 1, list(dict.fromkeys(self._problem_ids)))
-        output = super()._generate_and_score_completions(inputs)
-        versions = self.rollout.versions if self.rollout is not None else [self._rollout_version] * len(inputs)
-        self._row_versions = gather_object(versions)
-        return output
-
-    def _generate(self, prompts: list) -> tuple:
-        with self.timed("rollout"), self._keeping_weights():
-            output = super()._generate(prompts)
-        prompt_ids, completion_ids = output[0], output[1]
-        made = torch.tensor([sum(map(len, completion_ids)), sum(map(len, prompt_ids))], device=self.accelerator.device)
-        completion_tokens, prompt_tokens = self.accelerator.reduce(made, "sum").tolist()
-        self._counts["completion_tokens"] += completion_tokens
-        self._counts["tokens"] += completion_tokens + prompt_tokens
-        self._peak["rollout"] = _peak_gib()
-        _reset_peak()
+            self.recorder.ledger(self.state.global_step + 1, list(dict.fromkeys(problem_ids)))
+        with self.figures.timed("rollout"):
+            prompt_ids = self._token_ids(prompts)
+            made = self.sampler.generate(self.policy, prompt_ids)
+            self.figures.add(made.report)
+            self.figures.version = made.version
+            if self.config.rollout.overlap:
+                ahead = self._lookahead.prompts()
+                served = cast(AheadSampler, self.sampler)
+                self.figures.add(served.begin(self.policy, self._token_ids(ahead) if ahead else []))
+        self.figures.note_peak("rollout")
+        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        truncated = [ids[-1] not in ends for ids in made.token_ids]
+        self._count_tokens(prompt_ids, made.token_ids)
+        log_lengths(metrics, accelerator, made, truncated)
         if self.heldout and self.heldout.is_due(self.state.global_step + 1):
             self._measure_heldout()
-        return output
+
+        masked = truncated if self.mask_truncated_completions else []
+        padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of, accelerator.device
+        batch = row_tensors(prompt_ids, made, masked, *padding)
+        batch["num_items_in_batch"] = accelerator.gather(batch["completion_mask"].sum()).sum()
+        self.policy_step.add_reference(batch)
+
+        completions = completion_messages(self._tokenizer, prompt_ids, made.token_ids)
+        rewards = self._calculate_rewards(rows, prompts, completions, made.token_ids)  # (N, functions)
+        are_summed = self.multi_objective_aggregation == "sum_then_normalize"
+        how = self.num_generations, self.scale_rewards, are_summed
+        advantages, flat = group_advantages(rewards, self.reward_weights, *how)
+        batch["advantages"] = advantages[accelerator.process_index * len(rows) :][: len(rows)]
+        log_rewards(metrics, self.reward_func_names, rewards, self.reward_weights)
+        log_pending(metrics, self._pending_metrics, accelerator)
+        self._pending_extra_logs.clear()
+        metrics["frac_reward_zero_std"].append(flat.float().mean().item())
+        self._sampled = Sampled(
+            *(problem_ids, gather_object(prompts), gather_object(completions)),
+            [dict(zip(self.reward_func_names, row, strict=True)) for row in rewards.tolist()],
+            *(advantages.tolist(), gather_object([made.version] * len(rows))),
+        )
+        return batch
+
+    def _token_ids(self, prompts: list[list[dict]]) -> list[list[int]]:
+        return self._tokenize_prompts(copy.deepcopy(prompts))[0]  # TRL prepares messages in place
+
+    def _count_tokens(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
+        made = torch.tensor([sum(map(len, completion_ids)), sum(map(len, prompt_ids))], device=self.accelerator.device)
+        completion_tokens, prompt_tokens = self.accelerator.reduce(made, "sum").tolist()
+        self.figures.counts["completion_tokens"] += completion_tokens
+        self.figures.counts["tokens"] += completion_tokens + prompt_tokens
+        self.state.num_input_tokens_seen += completion_tokens + prompt_tokens
+        self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
 
     def _measure_heldout(self) -> None:
-        with self.timed("heldout"), self._keeping_weights():
-            accuracy = self.heldout.measure(self)
-        self._sampler["heldout_accuracy"] = accuracy
+        with self.figures.timed("heldout"):
+            accuracy = self.heldout.measure(self.sampler, self.policy, self._token_ids)
+        self.figures.values["heldout_accuracy"] = accuracy
         if accuracy is not None:  # for the trackers
             self._metrics["train"]["heldout_accuracy"].append(accuracy)
-        self._peak["heldout"] = _peak_gib()
-        _reset_peak()
+        self.figures.note_peak("heldout")
 
-    @contextlib.contextmanager
-    def _keeping_weights(self) -> Iterator[None]:
-        """Around whatever generates: `rollout.keep_weights`, for generation in this process."""
-        if self.rollout is not None or self.sharding:
-            yield
-            return
-        rollout, train = self.config.rollout, self.config.train
-        rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
-        tokens = rollout.max_prompt_length + rollout.max_completion_length
-        policy = self.accelerator.unwrap_model(self.model)
-        with keeping_weights(policy, rollout.keep_weights, rows, tokens) as room:
-            if self.recorder and room and room.is_kept != self._kept:
-                self._kept = room.is_kept
-                self.recorder.say(str(room))
-            yield
-
-    def _generate_single_turn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list, list | None]:
-        if self.rollout is None:
-            noise = noise_of(self.config, self.adapter_version)
-            self._sampler |= facts(noise)
-            with noisy(self.accelerator.unwrap_model(self.model), noise):
-                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+    def _calculate_rewards(self, *args: Any) -> torch.Tensor:
+        """Rewards (N, functions) of all processes' completions, NaN in the rows that one function could not judge."""
         try:
-            return self.rollout.generate(self, prompt_ids)
-        finally:
-            self._sampler |= self.rollout.report
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        try:
-            with self.timed("reward"):
-                rewards = super()._calculate_rewards(*args, **kwargs)  # (all processes' B*G, functions)
+            with self.figures.timed("reward"):
+                rewards = super()._calculate_rewards(*args)
         except RewardFailed as error:
             raise CheckFailed(
                 f"step {self.state.global_step + 1}: {error} Let it return None for a completion whose reward cannot "
                 "be computed, and bound and retry what it asks of other machines. Continue with --resume, or start "
                 f"again before the first checkpoint. Traceback: {keep_traceback(self.run, error.__cause__)}"
             ) from error
-        # TRL masks a sample that no function could compute; where only one could not, its sum takes that as 0. One of
-        # weight 0 is only measured.
+        # A sum would take a reward that could not be computed as 0. One of weight 0 is only measured.
         counted = (self.reward_weights != 0).to(rewards.device)
         rewards[rewards[:, counted].isnan().any(dim=1)] = torch.nan
-        self._counts["masked"] += rewards.isnan().all(dim=1).sum().item()
-        self._counts["completions"] += len(rewards)
+        self.figures.counts["masked"] += rewards.isnan().all(dim=1).sum().item()
+        self.figures.counts["completions"] += len(rewards)
         counts = {f.__name__: dict(f.unknown_counts) for f in self.reward_funcs if hasattr(f, "unknown_counts")}
         self._unknown = add_counts([self._unknown_before, *gather_object([counts])])
         return rewards
+
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        try:
+            return self.policy_step.loss(model, inputs, self.current_gradient_accumulation_steps)
+        except SamplerIsNotThePolicy:
+            record = self._record({}, self.state.global_step + 1)
+            self._send_figures(record)
+            if self.recorder:
+                self.recorder.step(record)
+            raise
+
+    def _send_figures(self, record: dict, sent: dict | None = None) -> None:
+        """Give a step's line of metrics.jsonl to the trackers, without what they have from `sent`."""
+        if self.config.watch.report_to and (found := figures(record, sent or {})):
+            self.callback_handler.on_log(self.args, self.state, self.control, found)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         training = "loss" in logs and self.model.training
         super().log(logs, start_time)
         if not training:
             return
-        self._synchronize()
+        self.figures.synchronize()
         record = self._record(logs, self.state.global_step)
-        self._step_started = None
-        for tally in (self._seconds, self._counts, self._peak, self._sampler):
-            tally.clear()
-        send_figures(self, record, logs)
+        self.figures.clear()
+        self._send_figures(record, logs)
         if self.recorder:
             self.recorder.step(record)
             if self.recorder.wants_completions(record["step"]) and record["completion_tokens"]:
-                rows = self._completion_rows()
+                rows = self._sampled.rows()[: self.config.watch.completions_per_step]
                 self.recorder.completions(record["step"], rows)
-                send_completions(self, record["step"], rows[: self.config.watch.completions_per_step])
+                trackers = self.config.watch.report_to, self.callback_handler.callbacks
+                send_completions(*trackers, record["step"], rows)
         # DeepSpeed keeps the gradients to itself, so there FiniteGradients sees none and this is the first to know.
         if bad := [key for key in ("loss", "grad_norm") if not math.isfinite(record[key] or 0.0)]:
             raise CheckFailed(
@@ -429,12 +495,13 @@ class PolicyTrainer(OverlappedRollouts, PolicyStep, DataOrder, GRPOTrainer):
             )
 
     def _record(self, logs: dict, step: int) -> dict:
-        seconds = dict.fromkeys(("rollout", "reward", "sync"), 0.0) | dict(self._seconds)
-        seconds["step"] = time.perf_counter() - (self._step_started or time.perf_counter())
+        mine = self.figures
+        seconds = dict.fromkeys(("rollout", "reward", "sync"), 0.0) | mine.seconds
+        seconds["step"] = time.perf_counter() - (mine.started or time.perf_counter())
         others = sum(seconds.get(name, 0.0) for name in ("rollout", "reward", "heldout", "reference", "teacher"))
         seconds["update"] = max(0.0, seconds["step"] - others)
-        self._peak["update"] = _peak_gib()
-        counts, means = self._counts, {ours: logs.get(theirs) for theirs, ours in METRICS.items()}
+        mine.peak_gib["update"] = peak_gib()
+        counts, means = mine.counts, {ours: logs.get(theirs) for theirs, ours in METRICS.items()}
         if self.config.train.mask_truncated and means["truncated_fraction"] == 1:
             means |= dict.fromkeys(("kl", "entropy", "clip_fraction"))  # TRL's means over no token are 0
         generation_s = seconds["rollout"] + seconds.get("rollout_hidden", 0.0)
@@ -447,49 +514,29 @@ class PolicyTrainer(OverlappedRollouts, PolicyStep, DataOrder, GRPOTrainer):
             "masked_fraction": counts["masked"] / counts["completions"] if counts["completions"] else None,
             "unknown_rewards": self._unknown,
             **dict.fromkeys((*MISMATCH, "canary_delta", "canary_k3", "sync_seconds", "heldout_accuracy", *WATCHED)),
-            **self._sampler,
+            **mine.values,
             **(quantizers.watched() if (quantizers := quantizers_of(self.model)) else {}),
             "completion_tokens": int(counts["completion_tokens"]),
             "rollout_tokens_per_s": counts["completion_tokens"] / generation_s if generation_s else None,
             "update_tokens_per_s": counts["tokens"] / seconds["update"] if counts["tokens"] else None,
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
-            "peak_gib": {name: round(value, 4) for name, value in self._peak.items()},
-            "adapter_version": self._rollout_version,
-            "policy_lag": step - 1 - self._rollout_version,
+            "peak_gib": {name: round(value, 4) for name, value in mine.peak_gib.items()},
+            "adapter_version": mine.version,
+            "policy_lag": step - 1 - mine.version,
         }
 
-    def _completion_rows(self) -> list[dict]:
-        logs = self._logs
-        rewards = {name: list(values) for name, values in logs["rewards"].items()}
-        return [
-            {
-                "problem_id": problem_id,
-                "prompt": prompt[-1]["content"],
-                "completion": completion[0]["content"],
-                "rewards": {name: values[index] for name, values in rewards.items()},
-                "advantage": advantage,
-                "adapter_version": version,
-            }
-            for index, (problem_id, version, prompt, completion, advantage) in enumerate(
-                zip(
-                    *(self._problem_ids, self._row_versions, logs["prompt"], logs["completion"], logs["advantages"]),
-                    strict=True,
-                )
-            )
-        ]
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         step = self.state.global_step
         try:
             # GRPOTrainer's own only adds a model card to the output directory.
             Trainer._save_checkpoint(self, model, trial)
             self.accelerator.wait_for_everyone()
             policy = self.accelerator.unwrap_model(self.model)
-            adapter = gather_adapter(policy) if self.sharding else None
+            adapter = gather_adapter(policy) if self.policy.is_split else None
             if self.accelerator.is_main_process:
-                publish_adapter(policy, self.run.adapter_dir(step), step, self.base_hash, adapter)
+                publish_adapter(policy, self.run.adapter_dir(step), step, self.policy.base_hash, adapter)
                 state = write_quantizer_state(policy, staging_directory(self.run) / f"checkpoint-{step}")
-                commit_checkpoint(self.run, step, self.base_hash, **state)
+                commit_checkpoint(self.run, step, self.policy.base_hash, **state)
                 rotate(self.run, self.config.train.keep_checkpoints)
         except SAVE_ERRORS as error:
             if not is_disk_error(error):
@@ -506,19 +553,3 @@ class PolicyTrainer(OverlappedRollouts, PolicyStep, DataOrder, GRPOTrainer):
         states = getattr(self.optimizer, "state", {}).values()
         tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
         return 2 * adapter + sum(value.numel() * value.element_size() for value in tensors)
-
-    def _synchronize(self) -> None:
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def _reset_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        reset_peak_resident()
-
-
-def _peak_gib() -> float:
-    """Peak GPU memory since the last reset; without a GPU, the process's peak resident memory."""
-    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else peak_resident_gib()

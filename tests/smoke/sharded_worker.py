@@ -63,7 +63,7 @@ def count_micro_batches() -> list[int]:
     """
     from kit.train.step import PolicyStep
 
-    plan, counts = PolicyStep._plan, []
+    plan, counts = PolicyStep.plan, []
 
     def note(self, inputs: dict) -> list[list[int]]:
         found = plan(self, inputs)
@@ -72,7 +72,7 @@ def count_micro_batches() -> list[int]:
         counts.append(len(found))
         return found
 
-    PolicyStep._plan = note
+    PolicyStep.plan = note
     return counts
 
 

@@ -42,7 +42,7 @@ def teacher(made_once, build_trainer, recipe_arguments, learning_model_dir) -> P
         for name, parameter in trainer.model.named_parameters():
             if "lora_B" in name:
                 parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
-        publish_adapter(trainer.model, folder / "v000001", 1, trainer.base_hash)
+        publish_adapter(trainer.model, folder / "v000001", 1, trainer.policy.base_hash)
 
     return made_once("teacher", make) / "v000001"
 

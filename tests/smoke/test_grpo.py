@@ -220,16 +220,16 @@ def test_scale_rewards_of_the_configuration_wins_over_the_default_of_the_loss(
 
 
 def watched_step(trainer) -> tuple[list, list]:
-    """(prompt ids, completion ids) that TRL worked on in a trainer's only step."""
+    """(prompt ids, completion ids) of a trainer's only step."""
     seen = []
-    generate = trainer._generate
+    generate = trainer.sampler.generate
 
-    def watch(prompts):
-        output = generate(prompts)
-        seen.append((output[0], output[1]))
-        return output
+    def watch(policy, prompt_ids):
+        made = generate(policy, prompt_ids)
+        seen.append((prompt_ids, made.token_ids))
+        return made
 
-    trainer._generate = watch
+    trainer.sampler.generate = watch
     trainer.train_run(resume=False)
     return seen[0]
 

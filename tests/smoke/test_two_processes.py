@@ -20,7 +20,7 @@ from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.load import load_adapter_weights
 from kit.rollout.canary import read_canary
 from kit.rollout.canary_scores import CanaryScorer
-from kit.rollout.replica import decode_ids, encode_floats, encode_ids
+from kit.rollout.protocol import decode_ids, encode_floats, encode_ids
 from kit.weights.frozen_base import hash_base, load_frozen, load_nf4
 from merge.__main__ import main
 from tests import processes
@@ -331,7 +331,8 @@ def test_a_server_gets_the_gathered_adapter_and_the_canary_of_all_processes(
     load_adapter_weights(trainer.model, session / "v000001")
     scorer = CanaryScorer(prompts=2, longest=64)
     scorer.sequences = canary["sequences"]
-    for scores, expected in ((canary["policy"], scorer.policy(trainer)), (canary["base"], scorer.base(trainer))):
+    alone = scorer.scores(trainer.policy)
+    for scores, expected in ((canary["policy"], alone.policy), (canary["base"], alone.base)):
         for one, other in zip(scores, expected, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
     assert max(np.abs(on - off).max() for on, off in zip(canary["policy"], canary["base"], strict=True)) > 1e-4

@@ -30,12 +30,11 @@ def main() -> None:
     distributed.init_process_group("gloo", timeout=timedelta(seconds=6))
     config = load_config("recipes/configs/grpo-tiny-nf4-cpu.yaml", ["--rollout.request_timeout_s=7"])
     rollout = ServerRollout(config, None, RunDir(Path(sys.argv[1])))
-    accelerator = SimpleNamespace(is_main_process=distributed.get_rank() == 0)
-    trainer = SimpleNamespace(accelerator=accelerator)
-    found = [rollout._in_main_process(trainer, long_work)]
+    processes = SimpleNamespace(is_main_process=distributed.get_rank() == 0)
+    found = [rollout._in_main_process(processes, long_work)]
     group = rollout._waiting
     try:
-        rollout._in_main_process(trainer, failing_work)
+        rollout._in_main_process(processes, failing_work)
     except CheckFailed as error:
         found.append(str(error))
     is_same = rollout._waiting is group

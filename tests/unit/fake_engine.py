@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from safetensors.numpy import save, save_file
 from starlette.testclient import TestClient
 
-from kit.rollout.replica import decode_floats, encode_ids
+from kit.rollout.protocol import decode_floats, encode_ids
 from kit.rollout.server import endpoint
 from kit.rollout.server.private_files import PrivateFiles
 

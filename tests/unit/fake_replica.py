@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
-from kit.rollout.replica import PREFIX, decode_ids, encode_floats, encode_ids
+from kit.rollout.protocol import PREFIX, decode_ids, encode_floats, encode_ids
 
 SHIFT = 0.2  # nats a token that one adapter version is away from the one before
 

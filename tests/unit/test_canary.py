@@ -1,8 +1,5 @@
 """The canary: which model a replica holds, read off the log-probs of a few tokens."""
 
-import contextlib
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -144,8 +141,8 @@ def test_the_trainers_scores_are_its_log_probs_with_the_adapter_on_and_off(
             torch.nn.init.normal_(parameter, std=0.3)
     scorer = CanaryScorer(prompts=2, longest=64)
     scorer.sequences = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]]
-    policy, base = scorer.policy(trainer), scorer.base(trainer)
-    for ids, on, off in zip(scorer.sequences, policy, base, strict=True):
+    sequences, policy, base = scorer.scores(trainer.policy)
+    for ids, on, off in zip(sequences, policy, base, strict=True):
         row = torch.tensor([ids])
         for scores, context in ((on, None), (off, trainer.model.disable_adapter())):
             with torch.no_grad(), context or torch.no_grad():
@@ -154,40 +151,37 @@ def test_the_trainers_scores_are_its_log_probs_with_the_adapter_on_and_off(
             np.testing.assert_allclose(scores, expected.numpy(), atol=2e-2)
     assert np.abs(np.concatenate(policy) - np.concatenate(base)).mean() > 0.1
     assert all(p.requires_grad for name, p in trainer.model.named_parameters() if "lora_" in name)
-    assert scorer.base(trainer) is base, "the base is scored once"
+    next(p for name, p in trainer.model.named_parameters() if "down_proj.lora_B" in name).data.fill_(torch.nan)
+    with pytest.raises(CheckFailed, match="the trainer's own log-probs of 8 canary tokens are not finite"):
+        scorer.scores(trainer.policy)
 
 
-def scored(monkeypatch, scores: list[np.ndarray]) -> tuple[CanaryScorer, SimpleNamespace]:
-    """A scorer with a prompt whose forward pass gives these scores, and a trainer for it."""
-    monkeypatch.setattr("kit.rollout.canary_scores._score", lambda trainer, sequences: scores.pop(0))
+class Scored:
+    """A policy whose scores are given."""
+
+    def __init__(self, scores: dict[bool, np.ndarray]):
+        self.given, self.asked = scores, []
+
+    def score(self, sequences, is_adapted=True):
+        self.asked.append(is_adapted)
+        return [self.given[is_adapted]]
+
+
+def test_the_base_is_scored_again_once_the_completions_are_there_and_then_no_more():
+    scorer, policy = CanaryScorer(prompts=1, longest=64), Scored({True: np.zeros(1), False: np.ones(1)})
+    assert scorer.scores(policy) is None and policy.asked == []
+    scorer.choose([[5, 6]])
+    assert scorer.scores(policy) == ([[5, 6]], [np.zeros(1)], [np.ones(1)])
+    scorer.extend([[7, 8]])
+    for _ in range(2):
+        scorer.scores(policy)
+    assert policy.asked == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("which", [True, False])
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+def test_a_trainer_whose_own_score_is_no_number_ends_the_run(which, value):
     scorer = CanaryScorer(prompts=1, longest=64)
     scorer.choose([[5, 6]])
-    model = SimpleNamespace(disable_adapter=contextlib.nullcontext)
-    return scorer, SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda model: model))
-
-
-def test_the_base_is_scored_again_once_the_completions_are_there_and_then_no_more(monkeypatch):
-    scores = [np.full(length, -1.0) for length in (1, 3, 9)]
-    scorer, trainer = scored(monkeypatch, scores)
-    assert len(scorer.base(trainer)) == 1
-    scorer.extend([[7, 8]])
-    assert len(scorer.base(trainer)) == len(scorer.base(trainer)) == 3
-
-
-@pytest.mark.parametrize("which", ["policy", "base"])
-@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
-def test_a_trainer_whose_own_score_is_no_number_ends_the_run(monkeypatch, which, value):
-    scorer, trainer = scored(monkeypatch, [[np.array([-1.0, -2.0]), np.array([-1.0, value])]])
     with pytest.raises(CheckFailed, match="the trainer's own log-probs of 1 canary tokens are not finite"):
-        getattr(scorer, which)(trainer)
-
-
-def test_a_spoiled_adapter_is_the_trainers_own_fault(build_trainer, recipe_arguments, tiny_model_dir, tmp_path):
-    import torch
-
-    trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
-    next(p for name, p in trainer.model.named_parameters() if "down_proj.lora_B" in name).data.fill_(torch.nan)
-    scorer = CanaryScorer(prompts=1, longest=64)
-    scorer.sequences = [[5, 6, 7]]
-    with pytest.raises(CheckFailed, match="the trainer's own log-probs of 2 canary tokens are not finite"):
-        scorer.policy(trainer)
+        scorer.scores(Scored({which: np.array([-1.0, value]), not which: np.array([-1.0, -2.0])}))

@@ -22,7 +22,7 @@ from kit.core.tokenizer_hash import tokenizer_hash
 from kit.data.problems import Problem, chat_messages, load_problems, prompt_lengths
 from kit.policy.load import load_tokenizer
 from kit.rollout.client import ServerRollout
-from kit.rollout.replica import decode_ids
+from kit.rollout.protocol import decode_ids
 from merge.chat_template import literal, set_defaults, with_defaults
 from merge.verify import as_prompt, fixed_batch
 from tests.conftest import CONFIG
@@ -123,8 +123,7 @@ def test_training_asks_in_this_process_and_its_server_the_prompt_of_the_argument
         rollout = ServerRollout(config, thinking.tokenizer, RunDir(tmp_path / "served"))
         rollout.check(["model.layers.0.self_attn.q_proj"], 316)
         rollout.sync.served, fake.served = 0, (rollout.sync.session, 0)
-        trainer.rollout = rollout
-        trainer._generate([thinking.conversation] * group)
+        rollout.generate(trainer.policy, trainer._token_ids([thinking.conversation] * group))
     finally:
         fake.stop()
     sent = [decode_ids(body["token_ids"]).tolist() for action, body in fake.bodies if action == "generate"]
@@ -372,9 +371,11 @@ def test_rewards_get_completions_as_they_were_generated_whatever_the_tokenizer_w
     ids = thinking.tokenizer(said, add_special_tokens=False)["input_ids"]
     prompt = raw.apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
     assert parse_response(raw, ids, prefix=prompt)["content"] == "\\boxed{4}"
+    seen = []
     monkeypatch.setattr(trainer, "_generate_single_turn", lambda prompts, *_: ([ids] * len(prompts), None))
-    completions = trainer._generate([USER] * trainer.config.rollout.group_size)[3]
-    assert {completion[0]["content"] for completion in completions} == {said}
+    trainer.reward_funcs[0] = lambda completions, **others: seen.extend(completions) or [0.0] * len(completions)
+    trainer.sample([{"prompt": USER, "problem_id": "one"}] * trainer.config.rollout.group_size)
+    assert {completion[0]["content"] for completion in seen} == {said}
 
 
 def test_eval_stops_where_training_does(tmp_path, thinking, build_trainer, recipe_arguments):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kit.rollout.dispatch import Dispatcher, silences
-from kit.rollout.replica import ReplicaError
+from kit.rollout.dispatch import Dispatcher
+from kit.rollout.replica import ReplicaError, silences
 
 
 class Requests:
@@ -49,7 +49,7 @@ def test_no_more_is_under_way_than_allowed_or_twice_what_runs_at_once(capacity, 
 
 
 def test_a_replica_hangs_when_it_leaves_two_probes_in_a_row_unanswered_while_it_has_work(monkeypatch):
-    monkeypatch.setattr("kit.rollout.dispatch.PROBE_EVERY_S", 0.001)
+    monkeypatch.setattr("kit.rollout.replica.PROBE_EVERY_S", 0.001)
     states, seen, finished = [], 0, threading.Event()
     silent, busy, fine = None, 503, 200
 

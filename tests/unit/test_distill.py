@@ -13,6 +13,7 @@ from kit.core.config.schema import limit_faults
 from kit.core.errors import BadInput, CheckFailed
 from kit.policy.load import publish_adapter
 from kit.policy.quantized_linear import quantizer_state, quantizers_of
+from kit.rollout.policy_view import Report, Rollouts
 from kit.train.distill_trainer import Head, divergence, last_states
 from kit.train.rows import take_rows
 from kit.weights.frozen_base import plain_name
@@ -84,7 +85,7 @@ def another(build, tmp_path_factory):
     trainer = build_random(build, keys)
     shift(trainer.model, seed=1, size=0.2)
     folder = tmp_path_factory.mktemp("adapter") / "v000001"
-    return publish_adapter(trainer.model, folder, 1, trainer.base_hash)
+    return publish_adapter(trainer.model, folder, 1, trainer.policy.base_hash)
 
 
 def build_random(build: Any, keys: dict) -> Any:
@@ -146,7 +147,7 @@ def divergence_of_logits(trainer: Any, inputs: dict) -> float:
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     with torch.no_grad():
         ours = trainer.model(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
-        with trainer.teacher.of(trainer.model) as teacher:
+        with trainer.policy_step.teacher.of(trainer.model) as teacher:
             theirs = teacher(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
     return direct(ours, theirs, "reverse_kl", 1.0)[inputs["completion_mask"].bool()].mean().item()
 
@@ -160,7 +161,7 @@ def test_a_step_s_loss_is_the_mean_divergence_of_the_models_own_logits(taught):
 
 def test_padded_rows_have_the_positions_of_packed_ones(taught):
     inputs = rows(taught)
-    given = taught._batch(taught.model, inputs).inputs
+    given = taught.policy_step.batch(taught.model, inputs).inputs
     for positions, real in zip(given["position_ids"], given["attention_mask"].bool(), strict=True):
         assert positions[real].tolist() == list(range(int(real.sum())))
 
@@ -168,7 +169,7 @@ def test_padded_rows_have_the_positions_of_packed_ones(taught):
 def test_packed_micro_batches_give_the_loss_and_the_gradients_of_padded_rows(taught, packed):
     loss, wanted = step(taught, rows(taught))
     inputs = rows(packed)
-    assert len(packed._plan(inputs)) > 1
+    assert len(packed.policy_step.plan(inputs)) > 1
     found, grads = step(packed, inputs)
     assert found == pytest.approx(loss, rel=1e-5)
     assert grads.keys() == wanted.keys() and any(one.abs().max() > 1e-4 for one in wanted.values())
@@ -185,7 +186,7 @@ def test_the_teacher_with_an_adapter_of_another_rank_is_that_adapter_on_the_base
     ids = rows(taught)["completion_ids"]
     with torch.no_grad():
         wanted = alone(input_ids=ids).logits
-        with taught.teacher.of(taught.model) as teacher:
+        with taught.policy_step.teacher.of(taught.model) as teacher:
             found = teacher(input_ids=ids).logits
         student = taught.model(input_ids=ids).logits
     assert torch.allclose(found, wanted, atol=1e-5)
@@ -198,7 +199,7 @@ def test_a_teacher_s_pass_leaves_the_student_as_it_was(taught):
     with torch.no_grad():
         first = taught.model(input_ids=ids).logits
     taught.model.zero_grad()
-    with torch.no_grad(), taught.teacher.of(taught.model) as teacher:
+    with torch.no_grad(), taught.policy_step.teacher.of(taught.model) as teacher:
         teacher(input_ids=ids)
     after = {name: (one.data_ptr(), one.requires_grad) for name, one in taught.model.named_parameters()}
     assert after == before and not gradients(taught)
@@ -211,16 +212,16 @@ def test_autocast_mixes_no_weight_of_the_teacher_with_the_student_s(build, tmp_p
     own = {"distill.teacher": "base", "policy.init_adapter": "none", "model.dtype": "bfloat16"}
     other = build_random(build, own)
     shift(other.model, seed=1, size=0.2)
-    adapter = publish_adapter(other.model, tmp_path / "v000001", 1, other.base_hash)
+    adapter = publish_adapter(other.model, tmp_path / "v000001", 1, other.policy.base_hash)
     trainer = build({"distill.teacher_adapter": adapter, "model.dtype": "bfloat16", **PACKED})
     shift(trainer.model, seed=2, size=0.2)
     inputs = rows(trainer)
-    assert len(trainer._plan(inputs)) > 1
+    assert len(trainer.policy_step.plan(inputs)) > 1
     with trainer.accelerator.autocast():  # one for all micro-batches: casts are released where the outermost ends
         loss, grads = step(trainer, inputs)
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    with trainer.accelerator.autocast(), torch.no_grad(), trainer.teacher.of(trainer.model) as teacher:
+    with trainer.accelerator.autocast(), torch.no_grad(), trainer.policy_step.teacher.of(trainer.model) as teacher:
         theirs = teacher(input_ids=ids, attention_mask=mask).logits[:, 11:-1].double()
     trainer.model.zero_grad()
     with trainer.accelerator.autocast():
@@ -235,13 +236,13 @@ def test_autocast_mixes_no_weight_of_the_teacher_with_the_student_s(build, tmp_p
 def test_no_gradient_reaches_the_teacher(taught):
     inputs = rows(taught)
     _, grads = step(taught, inputs)
-    weights = [value for _, value in taught.teacher._weights]
+    weights = [value for _, value in taught.policy_step.teacher._weights]
     assert not any(value.requires_grad or value.grad is not None for value in weights)
     assert all("lora_" in name for name in grads)
     # The same target by hand: the gradient is that of a constant.
     taught.model.zero_grad()
-    batch = taught._batch(taught.model, inputs)
-    with torch.no_grad(), taught.teacher.of(taught.model) as teacher:
+    batch = taught.policy_step.batch(taught.model, inputs)
+    with torch.no_grad(), taught.policy_step.teacher.of(taught.model) as teacher:
         target, head = last_states(teacher, batch).clone(), Head.of(teacher)
     base = taught.model.get_base_model()
     each, _ = divergence(last_states(base, batch), Head.of(base), target, head, 1.0, 1.0)
@@ -260,38 +261,31 @@ def test_the_sampler_s_log_probs_are_compared_with_the_student_s_own(taught, pac
         own = logits.log_softmax(-1).gather(2, inputs["completion_ids"][..., None]).squeeze(2)
         inputs["sampling_per_token_logps"] = own * inputs["completion_mask"]
         step(trainer, inputs)
-        assert trainer._sampler["sampler_delta_max"] < 1e-4 and trainer._sampler["sampler_k3"] < 1e-8
+        assert trainer.figures.values["sampler_delta_max"] < 1e-4 and trainer.figures.values["sampler_k3"] < 1e-8
         inputs["sampling_per_token_logps"] = own + 0.1
         step(trainer, inputs)
-        assert trainer._sampler["sampler_delta_mean"] == pytest.approx(0.1, rel=1e-3)
+        assert trainer.figures.values["sampler_delta_mean"] == pytest.approx(0.1, rel=1e-3)
         assert "sampling_per_token_logps" not in inputs
-    trainer._sampler.clear()
+    trainer.figures.values.clear()
+
+
+def part(trainer: Any, inputs: dict, rows: list[int]) -> torch.Tensor:
+    """The part of some rows in the loss of a step of all."""
+    tokens = inputs["num_items_in_batch"]
+    return trainer.policy_step.loss_of_rows(trainer.model, take_rows(inputs, rows), 16, tokens)
 
 
 def test_the_parts_of_a_step_add_up_and_rows_without_a_token_count_nothing(taught):
     inputs = rows(taught)
     whole, _ = step(taught, inputs)
-    found = [
-        taught._loss_of_rows(taught.model, take_rows(inputs, part), 16) for part in ([3, 9], [0, 1, 2, *range(4, 9)])
-    ]
-    found.append(taught._loss_of_rows(taught.model, take_rows(inputs, [*range(10, 16)]), 16))
-    empty = take_rows(inputs, [5, 6])
-    empty["completion_mask"] *= 0
-    found.append(nothing := taught._loss_of_rows(taught.model, empty, 16))
-    taught._report()
+    found = [part(taught, inputs, some) for some in ([3, 9], [0, 1, 2, *range(4, 9)], [*range(10, 16)])]
+    empty = inputs | {"completion_mask": inputs["completion_mask"] * 0}
+    found.append(nothing := part(taught, empty, [5, 6]))
+    taught.policy_step._report()
     assert nothing.item() == 0.0 and sum(found).item() == pytest.approx(whole, rel=1e-5)
     taught.model.zero_grad()
     nothing.backward()  # every process takes part in the exchange of gradients
     assert not any(one.abs().max() for one in gradients(taught).values())
-
-
-def test_each_of_two_steps_over_one_batch_weighs_as_a_step_of_its_own(taught, monkeypatch):
-    inputs = rows(taught)
-    whole, _ = step(taught, inputs)
-    monkeypatch.setattr(taught.args, "steps_per_generation", 2)
-    halves = [taught._loss_of_rows(taught.model, take_rows(inputs, [*part]), 16) for part in (range(8), range(8, 16))]
-    taught._report()
-    assert sum(halves).item() / 2 == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -311,10 +305,10 @@ def test_the_teacher_of_a_quantized_student_is_not_quantized_and_leaves_its_quan
     ids = rows(quantized)["completion_ids"]
     with torch.no_grad():
         student = quantized.model(input_ids=ids).logits
-        with quantized.teacher.of(quantized.model) as teacher:
+        with quantized.policy_step.teacher.of(quantized.model) as teacher:
             assert not watched.is_on
             found = teacher(input_ids=ids).logits
-        with taught.teacher.of(taught.model) as teacher:
+        with taught.policy_step.teacher.of(taught.model) as teacher:
             wanted = teacher(input_ids=ids).logits
         assert torch.equal(found, wanted)
         assert watched.is_on and torch.equal(quantized.model(input_ids=ids).logits, student)
@@ -330,17 +324,16 @@ def test_a_quantized_student_learns_from_the_divergence_of_its_quantized_logits(
     assert any(one.abs().max() > 1e-5 for one in grads.values())
 
 
-class Sampler:
-    """Stands in for the replicas: completions of five ids, each with the same log-prob."""
+class Replicas:
+    """A sampler of five ids a prompt, each with the same log-prob."""
 
     def __init__(self, logprob: float):
-        self.logprob, self.versions = logprob, []
-        self.report = {"canary_delta": 0.01, "canary_k3": 1e-4}
+        self.logprob = logprob
 
-    def generate(self, trainer: Any, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-        self.versions = [trainer.adapter_version] * len(prompt_ids)
+    def generate(self, policy: Any, prompt_ids: list[list[int]], group: int | None = None) -> Rollouts:
         ids = [[5 + (row + place) % 11 for place in range(5)] for row in range(len(prompt_ids))]
-        return ids, [[self.logprob] * 5 for _ in ids]
+        report = Report({"canary_delta": 0.01, "canary_k3": 1e-4}, {})
+        return Rollouts(ids, [[self.logprob] * 5 for _ in ids], policy.version, report)
 
 
 ACCUMULATED = {key: value for key, value in PACKED.items() if key != "train.micro_batch_tokens"}
@@ -350,7 +343,7 @@ ACCUMULATED = {key: value for key, value in PACKED.items() if key != "train.micr
 def test_a_run_with_servers_records_how_far_they_are_from_the_student(build, another, changes, read_jsonl):
     keys = {"distill.teacher_adapter": another, "train.max_steps": 2, "rollout.max_sampler_k3": 1e6}
     trainer = build({**keys, **changes})
-    trainer.rollout = Sampler(-5.5)
+    trainer.sampler = Replicas(-5.5)
     trainer.train_run(resume=False)
     for row in read_jsonl(trainer.run.metrics_file):
         assert 0 < row["sampler_k3"] < 1 and 0 < row["effective_sample_size"] <= 1 and row["canary_k3"] == 1e-4
@@ -360,7 +353,7 @@ def test_a_run_with_servers_records_how_far_they_are_from_the_student(build, ano
 
 def test_a_server_that_is_not_the_student_stops_the_run(build, another, read_jsonl):
     trainer = build({"distill.teacher_adapter": another, "rollout.max_sampler_k3": 1e-6})
-    trainer.rollout = Sampler(-5.0)
+    trainer.sampler = Replicas(-5.0)
     with pytest.raises(CheckFailed, match="step 1: the sampler is not the policy"):
         trainer.train_run(resume=False)
     assert read_jsonl(trainer.run.metrics_file)[0]["sampler_k3"] > 1e-6

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl.models.utils import _ForwardRedirection
 
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
-from kit.train.distill_trainer import DistillTrainer, Head, beta_of, distill_arguments
-from kit.train.step import StepTally
+from kit.train.distill_trainer import DistillStep, Head, distill_arguments
+from kit.train.figures import StepFigures
+from kit.train.loss import LossSettings
 from tests.conftest import CONFIG
 from tests.unit.test_packing import SIZE, tiny
 
@@ -84,32 +84,14 @@ class Accelerator:
         self.silent -= 1
 
 
-def trainer(student, teacher, *changes: str, **attributes):
-    made = DistillTrainer.__new__(DistillTrainer)
+def step_of(student, teacher, *changes: str, steps: int = 1):
+    """A distillation's step without a trainer."""
     config = load_config(CONFIG, ["--distill.teacher=other", *changes])
-    facts = {
-        "config": config,
-        "accelerator": Accelerator(),
-        "model": student,
-        "teacher": SimpleNamespace(of=lambda model: contextlib.nullcontext(teacher)),
-        "temperature": 0.7,
-        "args": SimpleNamespace(steps_per_generation=1, vllm_importance_sampling_clip_min=None),
-        "current_gradient_accumulation_steps": 1,
-        "state": SimpleNamespace(global_step=0),
-        "recorder": None,
-        "_divergence_beta": beta_of(config.distill),
-        "_through_wrapper": _ForwardRedirection(),
-        "_sums": None,
-        "_dropouts": [],
-        "_tally": StepTally(),
-        "beta": 0.0,
-        "_sampler": {},
-        "_metrics": {"train": defaultdict(list)},
-        "_seconds": defaultdict(float),
-    }
-    for name, value in (facts | attributes).items():
-        object.__setattr__(made, name, value)
-    return made
+    policy = SimpleNamespace(processes=Accelerator(), model=student, unwrapped=student, version=0)
+    arguments = SimpleNamespace(steps_per_generation=steps, temperature=0.7)
+    figures = StepFigures(torch.device("cpu"))
+    facts = (config, None, policy, arguments, LossSettings(), None, figures, defaultdict(list))
+    return DistillStep(*facts, teacher=SimpleNamespace(of=lambda model: contextlib.nullcontext(teacher)))
 
 
 def logits(model, inputs: dict) -> torch.Tensor:
@@ -142,11 +124,11 @@ def gradient(student) -> torch.Tensor:
 )
 def test_a_step_is_the_configured_divergence_at_its_temperature(student, teacher, kind, b, temperature, packed):
     keys = [f"--distill.divergence={kind}", f"--distill.temperature={temperature}"]
-    made = trainer(student, teacher, *keys, *([] if b is None else [f"--distill.js_beta={b}"]), *packed)
+    made = step_of(student, teacher, *keys, *([] if b is None else [f"--distill.js_beta={b}"]), *packed)
     inputs = rows()
     student.zero_grad()
-    loss = made.compute_loss(student, dict(inputs))
-    micro_batches = 1 if packed != ("--train.micro_batch_tokens=9",) else len(made._plan(inputs))
+    loss = made.loss(student, dict(inputs), 1)
+    micro_batches = 1 if packed != ("--train.micro_batch_tokens=9",) else len(made.plan(inputs))
     assert (micro_batches > 1) == (packed == ("--train.micro_batch_tokens=9",))
     # Only the last backward, the caller's, exchanges gradients.
     assert made.accelerator.seen == [True] * (micro_batches - 1) and not made.accelerator.silent
@@ -160,14 +142,14 @@ def test_a_step_is_the_configured_divergence_at_its_temperature(student, teacher
     wanted.mean().backward()
     assert loss.item() == pytest.approx(wanted.mean().item(), rel=1e-4) and loss > 1e-3
     assert (found - gradient(student)).norm() < 1e-3 * gradient(student).norm()
-    assert made._metrics["train"]["divergence"] == [pytest.approx(wanted.mean().item(), rel=1e-4)]
+    assert made.metrics["divergence"] == [pytest.approx(wanted.mean().item(), rel=1e-4)]
     p = ours.softmax(-1)
-    assert made._metrics["train"]["entropy"] == [pytest.approx(-(p * p.log()).sum(-1).mean().item(), rel=1e-4)]
+    assert made.metrics["entropy"] == [pytest.approx(-(p * p.log()).sum(-1).mean().item(), rel=1e-4)]
 
 
 @pytest.mark.parametrize("packed", [(), ("--train.micro_batch_tokens=104",)])
 def test_the_sampler_is_compared_at_its_own_temperature_and_once_a_batch(student, teacher, packed):
-    made = trainer(student, teacher, "--distill.temperature=3", "--rollout.max_sampler_k3=1e6", *packed)
+    made = step_of(student, teacher, "--distill.temperature=3", "--rollout.max_sampler_k3=1e6", *packed)
     inputs = rows()
     with torch.no_grad():
         scores = (logits(student, inputs) / 0.7).log_softmax(-1)
@@ -175,19 +157,18 @@ def test_the_sampler_is_compared_at_its_own_temperature_and_once_a_batch(student
     seen = inputs["completion_mask"].bool()
     own[seen] = scores.gather(1, inputs["completion_ids"][seen][:, None])[:, 0].float()
     inputs["sampling_per_token_logps"] = own.where(seen, torch.nan)  # what is padding is not compared
-    made.compute_loss(student, inputs)
-    assert made._sampler["sampler_delta_max"] < 1e-4 and made._sampler["sampler_nan_count"] == 0
+    made.loss(student, inputs, 1)
+    assert made.figures.values["sampler_delta_max"] < 1e-4 and made.figures.values["sampler_nan_count"] == 0
     assert "sampling_per_token_logps" not in inputs
-    made.compute_loss(student, inputs | {"sampling_per_token_logps": own - 0.25})
-    assert made._sampler["sampler_delta_mean"] == pytest.approx(0.25, rel=1e-3)
+    made.loss(student, inputs | {"sampling_per_token_logps": own - 0.25}, 1)
+    assert made.figures.values["sampler_delta_mean"] == pytest.approx(0.25, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("processes", "steps", "accumulated"), [(1, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 4), (2, 4, 2)]
 )
 def test_a_process_weighs_its_tokens_by_those_of_a_whole_step(student, teacher, processes, steps, accumulated):
-    args = SimpleNamespace(steps_per_generation=steps)
-    made = trainer(student, teacher, args=args, current_gradient_accumulation_steps=accumulated)
+    made = step_of(student, teacher, steps=steps)
     made.accelerator.num_processes = processes
     inputs = rows()
     with torch.no_grad():
@@ -196,11 +177,11 @@ def test_a_process_weighs_its_tokens_by_those_of_a_whole_step(student, teacher, 
     # the mean over processes.
     inputs["num_items_in_batch"] = torch.tensor(100.0)
     tokens_a_step = 100.0 * accumulated / steps
-    assert made._loss_of_rows(student, inputs, 4).item() == pytest.approx(processes * total / tokens_a_step, rel=1e-4)
+    assert made.loss(student, inputs, accumulated).item() == pytest.approx(processes * total / tokens_a_step, rel=1e-4)
 
 
 def test_a_report_is_of_its_own_step_over_the_tokens_of_all_processes(student, teacher):
-    made = trainer(student, teacher)
+    made = step_of(student, teacher)
     made.accelerator.num_processes = 3
     for sums, wanted in (
         ((6.0, 3.0, 12.0), (0.5, 0.25)),
@@ -209,20 +190,20 @@ def test_a_report_is_of_its_own_step_over_the_tokens_of_all_processes(student, t
     ):
         made._sums = torch.tensor(sums)
         made._report()
-        found = made._metrics["train"]["divergence"][-1], made._metrics["train"]["entropy"][-1]
+        found = made.metrics["divergence"][-1], made.metrics["entropy"][-1]
         assert found == pytest.approx(wanted) and made._sums is None
 
 
 def test_the_parts_of_a_step_are_reported_together(student, teacher):
-    made = trainer(student, teacher)
+    made = step_of(student, teacher)
     made.accelerator.sync_gradients = False
     with torch.no_grad():
         for _ in range(3):
-            made.compute_loss(student, rows())
-        assert not made._metrics["train"] and made._sums[2] == 3 * sum(ENDS)
+            made.loss(student, rows(), 1)
+        assert not made.metrics and made._sums[2] == 3 * sum(ENDS)
         made.accelerator.sync_gradients = True
-        made.compute_loss(student, rows())
-    assert len(made._metrics["train"]["divergence"]) == 1 and made._sums is None
+        made.loss(student, rows(), 1)
+    assert len(made.metrics["divergence"]) == 1 and made._sums is None
 
 
 HEADS = {
@@ -264,13 +245,3 @@ def test_a_field_that_only_the_loss_of_grpo_reads_is_refused(tmp_path):
     config.train.trl = {"delta": 2.0}
     with pytest.raises(BadInput, match=r"train\.trl\.delta"):
         distill_arguments(config, RunDir(tmp_path))
-
-
-def test_figures_that_a_distillation_does_not_have_are_null(student, teacher):
-    keys = {"_counts": defaultdict(float), "_peak": {}, "_step_started": None, "_unknown": {}, "_rollout_version": 0}
-    made = trainer(student, teacher, reward_func_names=[], **keys)
-    made.state.max_steps = 4
-    made._sampler |= {"corrected_token_fraction": 0.5, "sampler_k3": 0.01}
-    row = made._record({"kl": 0.5, "frac_reward_zero_std": 1.0, "divergence": 0.2, "entropy": 1.0}, 1)
-    assert (row["divergence"], row["entropy"], row["sampler_k3"]) == (0.2, 1.0, 0.01)
-    assert row["kl"] is row["zero_spread_fraction"] is row["corrected_token_fraction"] is row["clip_fraction"] is None

@@ -129,14 +129,14 @@ def test_the_adapters_dropout_is_on_in_the_loss_and_off_where_the_policy_samples
     rows = next(iter(trainer.get_train_dataloader()))
     model, scored = trainer.model, []
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-    score = type(trainer)._score
+    score = trainer.policy_step.score
 
-    def watch(self: Any, model: Any, rows: dict) -> tuple:
-        found = score(self, model, rows)
+    def watch(model: Any, rows: dict) -> tuple:
+        found = score(model, rows)
         scored.append(found[0].detach())
         return found
 
-    monkeypatch.setattr(type(trainer), "_score", watch)
+    monkeypatch.setattr(trainer.policy_step, "score", watch)
     for _ in range(2):
         model.zero_grad()
         trainer.training_step(model, rows, None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from kit.rollout.replica import decode_floats, decode_ids, encode_ids
+from kit.rollout.protocol import decode_floats, decode_ids, encode_ids
 from kit.rollout.server import endpoint, versions
 from kit.rollout.server.private_files import PREFIX, PrivateFiles
 from tests.unit.fake_engine import (
@@ -165,7 +165,7 @@ def test_an_adapter_in_the_body_is_staged_from_a_private_place_and_leaves_nothin
     assert server.post("activate", {"session": "s1", "version": 1})[0] == 200
     for content, reason in (
         (adapter_body(None), "adapter_config"),
-        (adapter_body()[:-5], "not written"),
+        (adapter_body()[:-5], "not a whole safetensors file"),
         (b"", "whole"),
     ):
         answer = send(2, content)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.rollout.replica import encode_ids
+from kit.rollout.protocol import encode_ids
 from kit.rollout.server import versions
 from tests.unit.fake_engine import (
     HASH,

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
-from kit.train.heldout import HeldOut, _judge, _own_random_numbers
+from kit.rollout.policy_view import Rollouts
+from kit.train.heldout import HeldOut, _judge, own_random_numbers
 from tests.conftest import CONFIG
 
 EVAL = {"watch.eval_every": 2, "watch.eval_problems": 10}
@@ -69,29 +70,32 @@ def config_of(model, **keys):
 
 
 class Answers:
-    """A trainer of `processes` processes whose policy answers the n-th held-out problem right when n is even."""
+    """A policy of `processes` processes, its sampler and its tokens: it answers the n-th held-out problem right when n
+    is even."""
 
-    def __init__(self, heldout: HeldOut, index: int, processes: int, rollout=None):
+    def __init__(self, heldout: HeldOut, index: int = 0, processes: int = 1):
         self.right = {problem.question: place % 2 == 0 for place, problem in enumerate(heldout.problems)}
         self.golds = {problem.question: problem.gold for problem in heldout.problems}
-        self.accelerator = SimpleNamespace(
-            num_processes=processes, process_index=index, device=SimpleNamespace(type="cpu")
+        self.processes = SimpleNamespace(
+            num_processes=processes, process_index=index, device=torch.device("cpu"), is_main_process=index == 0
         )
-        self.args = SimpleNamespace(generation_batch_size=2 * processes)
-        self.config, self.rollout, self.asked, self.batches = heldout.config, rollout, [], []
-        self.processing_class = self
+        self.asked: list[str] = []
+        heldout.tokenizer = self
 
-    def _tokenize_prompts(self, prompts):
+    def tokenize(self, prompts):
         self.asked = [prompt[-1]["content"] for prompt in prompts]
-        return [[place] for place in range(len(prompts))], None, {}
+        return [[place] for place in range(len(prompts))]
 
-    def _generate_single_turn(self, prompt_ids, images, fields, generations):
-        self.batches.append(len(prompt_ids))
-        return prompt_ids, None
+    def generate(self, policy, prompt_ids, group):
+        assert group == 1
+        return Rollouts(prompt_ids, None, 0)
 
     def batch_decode(self, completions, skip_special_tokens):
         questions = [self.asked[ids[0]] for ids in completions]
         return [f"\\boxed{{{self.golds[q] if self.right[q] else 'wrong'}}}" for q in questions]
+
+    def measured(self, heldout: HeldOut) -> float | None:
+        return heldout.measure(self, self, self.tokenize)
 
 
 @pytest.fixture
@@ -101,31 +105,17 @@ def heldout(tiny_model_dir):
 
 def test_processes_share_the_problems_and_every_problem_counts_once(heldout, monkeypatch):
     made = heldout()
+    assert Answers(made).measured(made) == 3 / 5
     parts = []
     for index in (0, 1):
-        trainer = Answers(made, index, 2)
+        answers = Answers(made, index, 2)
         monkeypatch.setattr("kit.train.heldout.gather_object", lambda scores: parts.append(scores) or scores)
-        made.measure(trainer)
-        assert (len(trainer.asked), trainer.batches) == (3, [2, 1])
+        answers.measured(made)
+        assert len(answers.asked) == 3
     everyone = [*parts[0], *parts[1]]
     assert everyone == [1.0, 0.0, 1.0, 0.0, 1.0, 1.0]  # the sixth is the first problem again
     monkeypatch.setattr("kit.train.heldout.gather_object", lambda scores: everyone)
-    assert made.measure(Answers(made, 0, 2)) == 3 / 5
-
-
-def test_a_server_is_asked_once_a_problem_and_the_steps_own_report_stays(heldout):
-    made = heldout()
-    rollout = SimpleNamespace(versions=[7] * 16, report={"canary_delta": 0.1}, groups=[])
-
-    def generate(trainer, prompt_ids, group):
-        rollout.versions, rollout.report = [7] * len(prompt_ids), {}
-        rollout.groups.append((len(prompt_ids), group))
-        return prompt_ids, None
-
-    rollout.generate = generate
-    assert made.measure(Answers(made, 0, 1, rollout)) == 3 / 5
-    assert rollout.groups == [(5, 1)]
-    assert (rollout.versions, rollout.report) == ([7] * 16, {"canary_delta": 0.1})
+    assert Answers(made, 0, 2).measured(made) == 3 / 5
 
 
 def test_the_judge_reads_boxes_and_hashes_as_eval_does_whatever_form_the_reward_takes(heldout):
@@ -134,18 +124,14 @@ def test_the_judge_reads_boxes_and_hashes_as_eval_does_whatever_form_the_reward_
     assert judge(prompts=None, completions=texts, gold=["7"] * 3) == [1.0, 1.0, 0.0]
 
 
-def test_answers_that_could_not_be_judged_are_left_out(heldout, monkeypatch):
+@pytest.mark.parametrize(
+    ("judged", "share"),
+    [([None, 1.0, None, 0.0, 1.0], 2 / 3), ([None] * 5, None), ([0.99, 1.0, 0.5, 0.0, 1.0], 2 / 5)],
+)
+def test_what_is_partly_right_is_wrong_and_what_could_not_be_judged_is_left_out(heldout, monkeypatch, judged, share):
     made = heldout()
-    monkeypatch.setattr(made, "judge", lambda **columns: [None, 1.0, None, 0.0, 1.0])
-    assert made.measure(Answers(made, 0, 1)) == 2 / 3
-    monkeypatch.setattr(made, "judge", lambda **columns: [None] * 5)
-    assert made.measure(Answers(made, 0, 1)) is None
-
-
-def test_an_answer_that_is_partly_right_is_not_right(heldout, monkeypatch):
-    made = heldout()
-    monkeypatch.setattr(made, "judge", lambda **columns: [0.99, 1.0, 0.5, 0.0, 1.0])
-    assert made.measure(Answers(made, 0, 1)) == 2 / 5
+    monkeypatch.setattr(made, "judge", lambda **columns: judged)
+    assert Answers(made).measured(made) == share
 
 
 def test_the_problems_are_the_first_of_the_held_out_split(heldout, tiny_model_dir):
@@ -156,9 +142,7 @@ def test_the_problems_are_the_first_of_the_held_out_split(heldout, tiny_model_di
 
 
 def drawn(seed: int = 0, process: int = 0) -> list[float]:
-    accelerator = SimpleNamespace(process_index=process, device=SimpleNamespace(type="cpu"))
-    config = load_config(CONFIG, [f"--run.seed={seed}"])
-    with _own_random_numbers(SimpleNamespace(accelerator=accelerator, config=config)):
+    with own_random_numbers(seed, process, torch.device("cpu")):
         return torch.rand(4).tolist()
 
 

@@ -141,7 +141,7 @@ def test_norms_that_are_split_over_processes_get_no_noise_in_them(backend, shard
 def test_generation_is_noisy_and_the_update_is_not(
     recipe, recipe_arguments, tiny_model_dir, tmp_path, read_jsonl, monkeypatch
 ):
-    from kit.train.step import PolicyStep
+    from kit.train.trainer import PolicyTrainer
     from kit.train.trl_trainer import GRPOTrainer
 
     seen: dict[str, list[float]] = {"_generate_single_turn": [], "compute_loss": []}
@@ -156,7 +156,7 @@ def test_generation_is_noisy_and_the_update_is_not(
 
         return watch
 
-    for owner, name in ((GRPOTrainer, "_generate_single_turn"), (PolicyStep, "compute_loss")):
+    for owner, name in ((GRPOTrainer, "_generate_single_turn"), (PolicyTrainer, "compute_loss")):
         monkeypatch.setattr(owner, name, watched(owner, name))
     keys = {"policy.quant_noise_start": 0.02, "policy.quant_noise_end": 0.02, "policy.quant_noise_stages": 2}
     keys |= {"train.max_steps": 4, "train.save_steps": 4, "run.seed": 3}

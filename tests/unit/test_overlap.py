@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, Trainer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
@@ -25,13 +24,12 @@ from kit.core.errors import BadInput, CheckFailed
 from kit.core.metrics_log import phases
 from kit.core.run_directory import RunDir
 from kit.core.tokenizer_hash import tokenizer_hash
-from kit.rollout.overlap import Ahead, OverlappedRollouts
-from kit.rollout.replica import decode_ids, encode_floats, encode_ids
+from kit.rollout.overlap import Ahead, Lookahead
+from kit.rollout.protocol import decode_ids, encode_floats, encode_ids
 from tests.conftest import CONFIG
 from tests.unit.fake_replica import FakeReplica
 from tests.unit.test_heldout import learned
-from tests.unit.test_rollout import GROUP, rollout, served, tokenizer  # noqa: F401
-from tests.unit.test_trl_seams import shape
+from tests.unit.test_rollout import GROUP, rollout, served, tokenizer, view  # noqa: F401
 
 STEPS, GROUPS, WAIT_S = 6, 4, 20
 # A pass over the data is four steps: 16 problems, 4 a step, in two forwards of 8 completions.
@@ -82,7 +80,7 @@ def train(build_trainer, recipe_arguments, learning_model_dir, replica) -> Calla
         try:
             trainer.train_run(resume=resume)
         finally:
-            trainer.rollout.close()
+            trainer.sampler.close()
         return trainer
 
     return run
@@ -241,56 +239,44 @@ PROMPTS = [[number] * 3 for number in (7, 8) for _ in range(GROUP)]
 
 
 @pytest.fixture
-def begun(rollout, monkeypatch) -> tuple[Any, Any]:  # noqa: F811
-    """A rollout on version 1 that has begun to generate for `PROMPTS`, and its trainer."""
+def begun(rollout) -> tuple[Any, Any]:  # noqa: F811
+    """A rollout on version 1 that has begun to generate for `PROMPTS`, and its policy."""
     found = served(rollout(1, None, "--rollout.overlap=true", "--rollout.backend=server"))
-    trainer = SimpleNamespace(
-        adapter_version=1,
-        sharding=None,
-        eos_token_ids=[0],
-        accelerator=SimpleNamespace(is_main_process=True, process_index=0),
-        timed=lambda phase: threading.Lock(),
-    )
     found.fakes[0].seconds_per_request = 1.0
-    found.begin(trainer, PROMPTS)
-    return found, trainer
+    found.begin(policy := view(version=1), PROMPTS)
+    return found, policy
 
 
 def test_what_was_begun_is_taken_once(begun):
-    found, trainer = begun
+    found, policy = begun
     time.sleep(0.1)
-    ids, logps = found.generate(trainer, PROMPTS)
-    assert ids == [[number, index] for number in (7, 8) for index in range(GROUP)] and len(logps) == len(ids)
-    assert found.versions == [1] * len(PROMPTS)
-    assert 0.1 <= found.hidden_s < 1.0, "only until someone waited"
+    made = found.generate(policy, PROMPTS)
+    assert made.token_ids == [[number, index] for number in (7, 8) for index in range(GROUP)]
+    assert len(made.logps) == len(made.token_ids) and made.version == 1
+    assert 0.1 <= made.report.seconds["rollout_hidden"] < 1.0, "only until someone waited"
     assert found.fakes[0].calls == ["generate"] * 2
-    found.generate(trainer, PROMPTS)
-    assert found.hidden_s == 0 and found.fakes[0].calls == ["generate"] * 4
+    assert found.generate(policy, PROMPTS).report.seconds["rollout_hidden"] == 0
+    assert found.fakes[0].calls == ["generate"] * 4
 
 
 def test_other_prompts_than_those_begun_are_an_error(begun):
-    found, trainer = begun
+    found, policy = begun
     with pytest.raises(CheckFailed, match="the 2 prompts of this step are not the 4 that were generated ahead"):
-        found.generate(trainer, PROMPTS[:GROUP])
+        found.generate(policy, PROMPTS[:GROUP])
 
 
 def test_held_out_problems_may_be_asked_for_meanwhile(begun):
-    found, trainer = begun
-    assert found.generate(trainer, [[9, 9]], group=1)[0] == [[9, 0]]
-    assert found.generate(trainer, PROMPTS)[0][0] == [7, 0]
+    found, policy = begun
+    assert found.generate(policy, [[9, 9]], group=1).token_ids == [[9, 0]]
+    assert found.generate(policy, PROMPTS).token_ids[0] == [7, 0]
 
 
-def test_no_version_is_changed_while_requests_are_under_way(begun):
-    found, trainer = begun
-    trainer.adapter_version = 2
-    with pytest.raises(CheckFailed, match="a new version while requests of the one before are under way"):
-        found.begin(trainer, PROMPTS)
-    assert "stage" not in found.fakes[0].calls
-
-
-def test_the_end_of_a_run_does_not_wait_for_what_was_begun(begun):
+def test_no_version_is_changed_while_requests_are_under_way_and_the_end_of_a_run_does_not_wait_for_them(begun):
     found, _ = begun
     started = time.monotonic()
+    with pytest.raises(CheckFailed, match="a new version while requests of the one before are under way"):
+        found.begin(view(version=2), PROMPTS)
+    assert "stage" not in found.fakes[0].calls
     found.close()
     assert time.monotonic() - started < 0.8
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "rollout-ahead")
@@ -319,52 +305,26 @@ def test_settings_that_do_not_go_with_it_are_refused(changes, reason):
         check_config(load_config(CONFIG, [*keys, *changes]), 1)
 
 
-class Loop:
-    """transformers' way to draw a step's batches, and trl's to generate for them, as far as overlap needs it."""
-
-    def __init__(self, overlap: bool, max_steps: int):
-        self.config = SimpleNamespace(rollout=SimpleNamespace(overlap=overlap))
-        self.state = SimpleNamespace(global_step=0, max_steps=max_steps)
-        self.rollout = SimpleNamespace(versions=[3, 3], hidden_s=0.5, report={"canary_delta": 0.1}, begin=self.begin)
-        self._seconds, self._sampler, self.begun = {"rollout_hidden": 1.0}, {}, []
-
-    def begin(self, trainer: Any, prompt_ids: list) -> None:
-        self.begun.append(prompt_ids)
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
-        return list(itertools.islice(epoch_iterator, num_batches)), None
-
-    def _generate(self, prompts: list) -> tuple:
-        return tuple(prompts)
-
-    def _tokenize_prompts(self, prompts: list) -> tuple:
-        for messages in prompts:
-            messages.append("changed")  # trl 1.16 prepares them in place
-        return [[int(messages[0])] for messages in prompts], None
-
-
-class Overlapped(OverlappedRollouts, Loop):
-    adapter_version = 4
-
-
-def drawn(max_steps: int, passes: list[int], overlap: bool = True) -> tuple[list, list[int]]:
+def drawn(max_steps: int, passes: list[int]) -> tuple[list, list[int]]:
     """The batches of every step of two batches, in passes over the data of so many batches; how many were drawn."""
-    loop, steps, counts = Overlapped(overlap, max_steps), [], []
+    ahead, steps, counts = Lookahead(), [], []
     for number, length in enumerate(passes):
         counts.append(0)
 
         def rows(number: int = number, length: int = length) -> Iterator:
             for batch in range(length):
                 counts[number] += 1
-                yield [{"prompt": [f"{100 * number + 10 * batch + row}"]} for row in range(2)]
+                yield [{"prompt": 100 * number + 10 * batch + row} for row in range(2)]
 
         iterator = rows()
+
+        def draw(iterator: Iterator = iterator) -> tuple:
+            return list(itertools.islice(iterator, 2)), None
+
         for _ in range(-(-length // 2)):
-            if loop.state.global_step < max_steps:
-                batches = loop.get_batch_samples(iterator, 2, "cpu")[0]
-                ahead = loop._next_prompt_ids()
-                steps.append(([[int(row["prompt"][0]) for row in batch] for batch in batches], ahead))
-                loop.state.global_step += 1
+            if len(steps) < max_steps:
+                batches = ahead.draw(iterator, draw, len(steps) + 1 == max_steps)[0]
+                steps.append(([[row["prompt"] for row in batch] for batch in batches], ahead.prompts()))
     return steps, counts
 
 
@@ -375,26 +335,13 @@ def test_every_batch_is_taken_once_and_those_of_the_next_step_are_known():
         *([[100, 101], [110, 111]], [[120, 121], [130, 131]]),
     ]
     # Trl generates for the first batch of a step, which holds all of its prompts; none is known across a pass' end.
-    assert [[ids for (ids,) in ahead] for _, ahead in steps] == [[20, 21], [40, 41], [], [120, 121], []]
+    assert [ahead for _, ahead in steps] == [[20, 21], [40, 41], [], [120, 121], []]
     assert counts == [6, 4]
 
 
-def test_nothing_is_drawn_beyond_the_last_step_nor_without_overlap():
+def test_nothing_is_drawn_beyond_the_last_step():
     steps, counts = drawn(2, [8])
     assert len(steps) == 2 and counts == [4] and steps[-1][1] == []
-    without, counts = drawn(2, [8], overlap=False)
-    assert [batches for batches, _ in without] == [batches for batches, _ in steps] and counts == [4]
-    assert [ahead for _, ahead in without] == [[], []]
-
-
-def test_a_step_generates_from_its_own_version_and_begins_the_next_with_prompts_it_leaves_as_they_are():
-    loop = Overlapped(True, 9)
-    rows = [[{"prompt": ["7"]}, {"prompt": ["8"]}], [{"prompt": ["9"]}]]
-    loop._lookahead = (None, (rows, None))
-    assert loop._generate(["now"]) == ("now",)
-    assert loop.begun == [[[7], [8]]] and rows[0] == [{"prompt": ["7"]}, {"prompt": ["8"]}]
-    assert loop._rollout_version == 3, "of the samples, not the trainer's own of this moment"
-    assert loop._seconds["rollout_hidden"] == 1.5 and loop._sampler == {"canary_delta": 0.1}
 
 
 def test_what_is_hidden_ends_when_someone_waits_or_all_is_there():
@@ -404,7 +351,3 @@ def test_what_is_hidden_ends_when_someone_waits_or_all_is_there():
         time.sleep(before)
         ahead.take()
         assert ahead.hidden_s < 0.15, wait_first
-
-
-def test_the_seam_in_transformers_is_the_one_it_was_written_for():
-    assert shape(Trainer.get_batch_samples) == shape(OverlappedRollouts.get_batch_samples)

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +11,10 @@ from kit.core.config.distill_rules import faults
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir
+from kit.train.figures import StepFigures
 from kit.train.loss import LossSettings, compute_loss, dapo
 from kit.train.own_loss import LossFailed, OwnLoss, example_inputs, load_loss
-from kit.train.step import PolicyStep, StepTally
+from kit.train.step import PolicyStep
 from launch.export.translate import Cluster, translate
 from tests.conftest import CONFIG
 from tests.sandbox import ROOT
@@ -140,24 +140,20 @@ def test_a_function_that_fails_at_a_step_is_named_with_the_step_and_its_tracebac
     def torn(inputs, settings):
         raise KeyError("its own fault")
 
-    made = PolicyStep.__new__(PolicyStep)
-    facts = {"_tally": StepTally(), "loss_settings": LossSettings(), "current_gradient_accumulation_steps": 1}
-    facts |= {"args": SimpleNamespace(steps_per_generation=1), "accelerator": SimpleNamespace(num_processes=1)}
-    facts |= {"state": SimpleNamespace(global_step=6), "run": RunDir(tmp_path), "_metrics": defaultdict(list)}
-    for name, value in facts.items():
-        setattr(made, name, value)
-    logps = torch.zeros(2, 3, requires_grad=True)
-    made._score = lambda model, rows: (logps, logps.detach())
-    mask = torch.ones(2, 3)
-    rows = {"completion_mask": mask, "advantages": torch.ones(2), "num_items_in_batch": mask.sum()}
-    made.loss_function = OwnLoss("mine:torn", torn)
-    made.run.logs.mkdir(parents=True)
-    with pytest.raises(CheckFailed, match=r"^step 7: train.loss 'mine:torn' raised KeyError: 'its own fault'\. Trace"):
-        made._loss_of_rows(None, rows, 2)
-    assert "in torn" in (RunDir(tmp_path).logs / "trainer.log").read_text()
-    made.loss_function = OwnLoss("mine:number", lambda inputs, settings: 0.0)
-    with pytest.raises(CheckFailed, match=r"^step 7: train.loss 'mine:number' returned a float"):
-        made._loss_of_rows(None, rows, 2)
+    mask, logps = torch.ones(2, 3), torch.zeros(2, 3, requires_grad=True)
+    rows = {"completion_mask": mask, "advantages": torch.ones(2)}
+    policy = SimpleNamespace(processes=SimpleNamespace(num_processes=1), model=torch.nn.Linear(1, 1), version=6)
+    (run := RunDir(tmp_path)).logs.mkdir(parents=True)
+    for name, function, said in (
+        ("mine:torn", torn, r"raised KeyError: 'its own fault'\. Trace"),
+        ("mine:number", lambda inputs, settings: 0.0, "returned a float"),
+    ):
+        facts = (load_config(CONFIG), run, policy, None, LossSettings(), OwnLoss(name, function))
+        made = PolicyStep(*facts, StepFigures(torch.device("cpu")), {})
+        made.score = lambda model, rows: (logps, logps.detach())
+        with pytest.raises(CheckFailed, match=rf"^step 7: train.loss '{name}' {said}"):
+            made.loss_of_rows(None, rows, 2, mask.sum())
+    assert "in torn" in (run.logs / "trainer.log").read_text()
 
 
 def test_an_error_that_the_function_raises_on_purpose_is_its_own():

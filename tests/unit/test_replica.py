@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 
 from kit.core.tokenizer_hash import tokenizer_hash
-from kit.rollout.replica import (
-    Replica,
-    ReplicaError,
-    decode_floats,
-    decode_ids,
-    encode_floats,
-    encode_ids,
-    is_loopback,
-    is_tested_vllm,
-)
+from kit.rollout.protocol import decode_floats, decode_ids, encode_floats, encode_ids
+from kit.rollout.replica import Replica, ReplicaError, is_loopback, is_tested_vllm
 from tests.unit.fake_replica import FakeReplica
 
 ONE = {"n": 1, "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}

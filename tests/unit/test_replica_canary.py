@@ -91,7 +91,7 @@ def test_the_base_is_that_of_the_run_or_else_of_the_directory(checked, tmp_path,
 
 def test_replicas_that_differ_from_each_other_fail_whichever_way_they_differ(checked, replicas, monkeypatch):
     """Each within the limit of the trainer's scores, on either side of them, token by token."""
-    from kit.rollout.replica import decode_ids, encode_floats
+    from kit.rollout.protocol import decode_ids, encode_floats
 
     for replica, sign in zip(replicas, (1, -1), strict=True):
 

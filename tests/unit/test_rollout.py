@@ -5,7 +5,9 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -16,7 +18,8 @@ from kit.core.tokenizer_hash import tokenizer_hash
 from kit.rollout.client import ServerRollout
 from kit.rollout.dispatch import Dispatcher, GenerationFailed
 from kit.rollout.noise import noise_of
-from kit.rollout.replica import Replica, ReplicaError, encode_floats, encode_ids
+from kit.rollout.protocol import encode_floats, encode_ids
+from kit.rollout.replica import Replica, ReplicaError
 from tests import processes
 from tests.unit.fake_replica import FakeReplica, samples
 
@@ -59,6 +62,13 @@ def served(rollout: ServerRollout) -> ServerRollout:
         fake.served = rollout.sync.session, 1
         fake.calls.clear()
     return rollout
+
+
+def view(version: int = 1, index: int = 0, is_main: bool = True, **others: Any) -> SimpleNamespace:
+    """A policy as the rollout sees it."""
+    processes = {"is_main_process": is_main, "process_index": index, "wait_for_everyone": lambda: None}
+    facts = {"version": version, "is_split": False, "stop_token_ids": [0], "processes": SimpleNamespace(**processes)}
+    return SimpleNamespace(**facts | others)
 
 
 def generate(rollout: ServerRollout, prompts: int = 8) -> list[tuple[list[int], list[float]]]:
@@ -214,86 +224,83 @@ def test_every_process_gets_its_own_samples(rollout, monkeypatch):
     found = served(rollout(1))
     prompts = [[number] * 2 for number in range(4) for _ in range(GROUP)]  # of two processes
     monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: prompts)
-    monkeypatch.setattr(found, "_sync", lambda trainer: None)
     shares = []
     for index in (0, 1):
-        accelerator = SimpleNamespace(is_main_process=True, process_index=index, wait_for_everyone=lambda: None)
-        trainer = SimpleNamespace(
-            accelerator=accelerator, sharding=None, eos_token_ids=[0], timed=lambda phase: threading.Lock()
-        )
-        ids, logps = found.generate(trainer, prompts[4 * index : 4 * index + 4])
-        assert [len(one) for one in logps] == [len(one) for one in ids] and found.versions == [1] * 4
-        shares.append(ids)
+        made = found.generate(view(index=index), prompts[4 * index : 4 * index + 4])
+        assert [len(one) for one in made.logps] == [len(one) for one in made.token_ids] and made.version == 1
+        shares.append(made.token_ids)
     assert shares[0] == [[0, 0], [0, 1], [1, 0], [1, 1]] and shares[1] == [[2, 0], [2, 1], [3, 0], [3, 1]]
 
 
 @pytest.mark.parametrize(("quant_cfg", "dtype"), [(None, "bfloat16"), ("nvfp4a16", "float32"), ("nvfp4", "float32")])
-def test_the_adapter_travels_as_the_replicas_need_it(rollout, monkeypatch, quant_cfg, dtype):
+@pytest.mark.parametrize("is_split", [False, True])
+def test_the_adapter_travels_as_the_replicas_need_it(monkeypatch, quant_cfg, dtype, is_split):
     """In the type that the forward computes with; quantized weights are those of the factors as they are trained."""
     import torch
 
+    from kit.train.trained_policy import TrainedPolicy
+
     keys = ["--model.dtype=bfloat16", *([f"--policy.quant_cfg={quant_cfg}"] if quant_cfg else [])]
-    found = rollout(1, None, *keys)
-    monkeypatch.setattr("kit.rollout.client.AdapterFile", lambda *facts: facts)
+    monkeypatch.setattr("kit.train.trained_policy.AdapterFile", lambda *facts: [*facts])
+    monkeypatch.setattr("kit.train.trained_policy.gather_adapter", lambda model: {"gathered": 1})
     peaks = {"layer.input_amax": torch.tensor(2.5)} if quant_cfg == "nvfp4" else {}
     monkeypatch.setattr("kit.policy.quantized_linear.quantizer_state", lambda model: peaks)
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(unwrap_model=lambda model: model), model="m", base_hash="h")
-    made = found._adapter_file(trainer, {"gathered": 1})
-    assert made[:4] == ("m", getattr(torch, dtype), "h", {"gathered": 1})
-    assert made[4:] == ((quant_cfg, {"layer": 2.5} if peaks else {}) if quant_cfg else ())
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model, is_main_process=True)
+    trainer = SimpleNamespace(accelerator=accelerator, model="m", eos_token_ids=[0])
+    policy = TrainedPolicy(trainer, load_config(CONFIG, keys), "h", "FSDP2" if is_split else None)
+    made = policy.adapter()
+    assert made[:4] == ["m", getattr(torch, dtype), "h", {"gathered": 1} if is_split else None]
+    assert made[4:] == ([quant_cfg, {"layer": 2.5} if peaks else {}] if quant_cfg else [])
+    assert (policy.adapter() is made) != is_split, "a file for all versions, but of gathered tensors one for each"
+    accelerator.is_main_process = False
+    assert not is_split or policy.adapter() is None
 
 
 def test_of_a_sync_the_replica_farthest_from_the_trainer_is_recorded_and_the_noise_is_its_versions(
     rollout, monkeypatch
 ):
     noise = ["--policy.quant_noise_start=1e-2", "--policy.quant_noise_end=1e-4", "--train.max_steps=80"]
-    found, published = rollout(1, None, *noise), []
-    found._adapter = "adapter"
-    found.sync.canary = {
+    sync, published = rollout(1, None, *noise).sync, []
+    sync.canary = {
         "near": SimpleNamespace(mean=0.1, k3=0.01),
         "far": SimpleNamespace(mean=0.3, k3=0.02),
         "odd": SimpleNamespace(mean=0.2, k3=0.05),
     }
-    monkeypatch.setattr(found.sync, "publish", lambda *arguments: published.append(arguments))
-    found._sync(SimpleNamespace(adapter_version=40, sharding=None))
-    assert published == [(40, "adapter", None, noise_of(found.config, 40))]
-    assert (found.report["canary_delta"], found.report["canary_k3"]) == (0.3, 0.05)
-    assert found.report["noise_seed"] == noise_of(found.config, 40).seed
-    found.sync.served = 40
-    found._sync(SimpleNamespace(adapter_version=40, sharding=None))
-    assert len(published) == 1, "a version is published once"
+    monkeypatch.setattr(sync, "publish", lambda *arguments: published.append(arguments))
+    policy = view(version=40, adapter=lambda: "adapter")
+    figures = sync.update(policy)
+    assert published == [(40, "adapter", None, noise_of(sync.config, 40))]
+    assert (figures["canary_delta"], figures["canary_k3"]) == (0.3, 0.05)
+    assert figures["noise_seed"] == noise_of(sync.config, 40).seed
+    sync.served = 40
+    assert sync.update(policy) == {} and len(published) == 1, "a version is published once"
 
 
 @pytest.mark.parametrize("is_main", [True, False])
 def test_of_a_base_that_is_split_every_process_gathers_and_scores_each_version_once(rollout, monkeypatch, is_main):
     """A gather or a forward that one process leaves out stops the others for ever."""
-    found, calls = rollout(1), []
-    found.scorer.choose([[5, 6]])
-    found.scorer.policy = lambda trainer: calls.append("policy") or ["on"]
-    found.scorer.base = lambda trainer: calls.append("base") or ["off"]
-    monkeypatch.setattr("kit.rollout.client.gather_adapter", lambda model: calls.append("gather") or {"whole": 1})
-    monkeypatch.setattr(found, "_adapter_file", lambda trainer, gathered: calls.append("file") or gathered)
-    accelerator = SimpleNamespace(is_main_process=is_main, unwrap_model=lambda model: model)
-    trainer = SimpleNamespace(adapter_version=4, sharding="FSDP2", accelerator=accelerator, model="m")
-    assert found._ask_policy(trainer, [[5, 6]]) is None
-    assert calls == ["gather", *(["file"] if is_main else []), "policy", "base"]
-    assert found._scores == (found.scorer.sequences, ["on"], ["off"])
-    published = []
+    found, calls, published = rollout(1), [], []
+
+    def score(sequences: list, is_adapted: bool = True) -> list:
+        calls.append("policy" if is_adapted else "base")
+        return [np.zeros(1)]
+
+    policy = view(4, is_main=is_main, is_split=True, score=score)
+    policy.adapter = lambda: calls.append("adapter") or ("file" if is_main else None)
+    found.sync.scorer.choose([[5, 6]])
+    assert found._prepare(policy) is None
+    assert calls == ["adapter", "policy", "base"]
     monkeypatch.setattr(found.sync, "publish", lambda *facts: published.append((*facts[:2], facts[2]())))
     if is_main:
-        found._sync(trainer)
-        assert published == [(4, {"whole": 1}, found._scores)]
-    assert found._adapter is None, "the gathered tensors are released"
+        found.sync.update(policy)
+        assert published == [(4, "file", ([[5, 6]], [np.zeros(1)], [np.zeros(1)]))]
+        assert calls == ["adapter", "policy", "base"] and found.sync._prepared is None, "gathered tensors are released"
     found._served = 4
     calls.clear()
-    assert found._ask_policy(trainer, [[5, 6]]) is None and calls == []
-    trainer.adapter_version = 5
-
-    def spoiled(trainer: SimpleNamespace) -> list:
-        raise CheckFailed("not finite")
-
-    found.scorer.policy = spoiled
-    assert isinstance(found._ask_policy(trainer, [[5, 6]]), CheckFailed), "told to all once they have met"
+    assert found._prepare(policy) is None and calls == []
+    policy.version = 5
+    policy.score = lambda sequences, is_adapted=True: [np.full(1, np.nan)]
+    assert isinstance(found._prepare(policy), CheckFailed), "told to all once they have met"
 
 
 def test_other_processes_wait_longer_than_the_main_one_can_take(rollout, monkeypatch):
@@ -408,7 +415,7 @@ def test_a_late_answer_of_an_abandoned_attempt_is_dropped():
 
 
 def test_a_replica_that_hangs_is_given_up_long_before_the_request_times_out(monkeypatch):
-    monkeypatch.setattr("kit.rollout.dispatch.PROBE_EVERY_S", 0.1)
+    monkeypatch.setattr("kit.rollout.replica.PROBE_EVERY_S", 0.1)
     hanging = threading.Event()
 
     def silent(timeout_s: float) -> dict:
@@ -445,13 +452,13 @@ def test_a_replica_that_dies_in_mid_generation_ends_the_run_quickly(rollout):
 
 def test_replicas_sleep_after_the_step_and_are_left_awake(rollout, monkeypatch):
     found = served(rollout(2, {"sleep_enabled": True}, "--server.sleep=true", "--rollout.canary_prompts=0"))
-    monkeypatch.setattr(found, "_sync", lambda trainer: [fake.calls.append("sync") for fake in found.fakes])
+    update = lambda policy: [fake.calls.append("sync") for fake in found.fakes] and {}  # noqa: E731
+    monkeypatch.setattr(found.sync, "update", update)
     monkeypatch.setattr(found.sync, "settle", lambda: found.fakes[0].calls.append("settle"))
-    phases = []
-    trainer = SimpleNamespace(timed=lambda phase: phases.append(phase) or threading.Lock(), eos_token_ids=[0])
-    prompts = [[3, 4]] * GROUP
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    prompts, phases = [[3, 4]] * GROUP, []
     for _ in range(2):
-        found._step(trainer, prompts)
+        phases += found.generate(view(), prompts).report.seconds
         assert all(fake.asleep for fake in found.fakes)
     one_step = ["sync", "generate", "settle", "sleep"]
     assert found.fakes[0].calls == [*one_step, "wake", *one_step]
@@ -464,8 +471,7 @@ def test_replicas_that_were_left_asleep_are_woken_before_the_first_sync(rollout,
     found = rollout(1, {"sleep_enabled": True}, "--server.sleep=true", "--rollout.canary_prompts=0")
     found.fakes[0].asleep = True
     served(found)
-    monkeypatch.setattr(found, "_sync", lambda trainer: None)
-    found._step(SimpleNamespace(timed=lambda phase: threading.Lock(), eos_token_ids=[0]), [[3, 4]] * GROUP)
+    found.generate(view(), [[3, 4]] * GROUP)
     assert found.fakes[0].calls[0] == "wake"
 
 
@@ -475,7 +481,7 @@ def test_every_process_frees_its_gpu_memory_before_the_replicas_wake(rollout, mo
     found = served(rollout(1, {"sleep_enabled": True}, "--server.sleep=true"))
     order = []
 
-    def step(trainer: SimpleNamespace, prompts: list, group: int | None) -> list:
+    def step(policy: Any, prompts: list, *others: Any) -> list:
         order.append("step")
         if fails:
             raise CheckFailed("the replica did not wake up")
@@ -491,11 +497,10 @@ def test_every_process_frees_its_gpu_memory_before_the_replicas_wake(rollout, mo
     monkeypatch.setattr(found, "_broadcast", broadcast)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: order.append("free"))
-    accelerator = SimpleNamespace(
-        is_main_process=is_main, process_index=0, wait_for_everyone=lambda: order.append("barrier")
-    )
+    policy = view(is_main=is_main)
+    policy.processes.wait_for_everyone = lambda: order.append("barrier")
     with pytest.raises(CheckFailed, match="did not wake up") if fails else contextlib.nullcontext():
-        found.generate(SimpleNamespace(accelerator=accelerator, sharding=None), [[3, 4]] * GROUP)
+        found.generate(policy, [[3, 4]] * GROUP)
     assert order == ["free", "barrier", *(["step"] if is_main else []), "broadcast"]
 
 

@@ -49,7 +49,7 @@ def test_a_gpu_without_memory_ends_the_run_with_the_keys_that_take_less(monkeypa
     trainer = SimpleNamespace(
         config=load_config(CONFIG, changes),
         state=SimpleNamespace(global_step=6),
-        rollout=SimpleNamespace(close=lambda: closed.append(True)),
+        sampler=SimpleNamespace(close=lambda: closed.append(True)),
         accelerator=SimpleNamespace(is_main_process=rank == 0),
     )
     with pytest.raises(CheckFailed) as found, training(trainer, {}):
@@ -98,7 +98,7 @@ def test_an_interruption_says_where_a_resume_starts(saved, rest, tmp_path):
     trainer = SimpleNamespace(
         config=load_config(CONFIG, ["--train.save_steps", "50"]),
         state=SimpleNamespace(global_step=6),
-        rollout=None,
+        accelerator=SimpleNamespace(is_main_process=False),
         run=run,
     )
     with pytest.raises(Interrupted) as error, training(trainer, {}):

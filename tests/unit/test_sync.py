@@ -174,8 +174,8 @@ def cut(body: dict) -> None:
 def test_a_replica_that_hangs_in_a_sync_is_given_up_long_before_the_request_times_out(synced, monkeypatch, action):
     both, sync = synced(2)
     sync.settle()
-    monkeypatch.setattr("kit.rollout.dispatch.PROBE_EVERY_S", 0.1)
-    monkeypatch.setattr("kit.rollout.dispatch.PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kit.rollout.replica.PROBE_EVERY_S", 0.1)
+    monkeypatch.setattr("kit.rollout.replica.PROBE_TIMEOUT_S", 0.2)
     for replica in sync.replicas:
         replica.timeout_s = replica.change_timeout_s = 60
     release = threading.Event()
@@ -274,7 +274,7 @@ def test_log_probs_that_are_not_numbers_fail_the_canary(synced):
 
 
 def nan(count: int) -> str:
-    from kit.rollout.replica import encode_floats
+    from kit.rollout.protocol import encode_floats
 
     return encode_floats([float("nan")] * count)
 

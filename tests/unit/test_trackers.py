@@ -156,15 +156,10 @@ def test_wandb_gets_the_completions_as_a_table_at_the_step(monkeypatch):
     logged = []
     wandb = SimpleNamespace(run=object(), log=logged.append, Table=lambda columns, data: (columns, data))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    trainer = SimpleNamespace(config=config_of("wandb"), callback_handler=SimpleNamespace(callbacks=[]))
     row = {"prompt": "a|b", "completion": "c\nd", "rewards": {"math": 1.0}, "advantage": None}
-    send_completions(trainer, 4, [row])
+    send_completions(["wandb"], [], 4, [row])
     columns = ["prompt", "completion", "advantage", "reward math"]
     assert logged == [{"completions": (columns, [["a|b", "c\nd", None, 1.0]]), "train/global_step": 4}]
     writer = Writer("x")
-    trainer = SimpleNamespace(
-        config=config_of("tensorboard"),
-        callback_handler=SimpleNamespace(callbacks=[SimpleNamespace(tb_writer=writer)]),
-    )
-    send_completions(trainer, 4, [row])
+    send_completions(["tensorboard"], [SimpleNamespace(tb_writer=writer)], 4, [row])
     assert writer.texts["completions", 4].splitlines()[2] == r"| a\|b | c<br>d | None | 1 |"

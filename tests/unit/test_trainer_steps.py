@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,10 +15,12 @@ from trl import GRPOTrainer, import_utils
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_manifest, write_manifest
+from kit.rollout.policy_view import Report, Rollouts
 from kit.train import trainer as module
 from kit.train.checkpoint import staging_directory
+from kit.train.figures import StepFigures
 from kit.train.loss import LossSettings
-from kit.train.trainer import METRICS, NewWeights, PolicyTrainer, loss_settings, trainer_arguments
+from kit.train.trainer import METRICS, NewWeights, PolicyTrainer, Sampled, loss_settings, trainer_arguments
 from tests.conftest import CONFIG
 
 NAN, INF = math.nan, math.inf
@@ -59,32 +61,27 @@ def policy(tmp_path):
 
     def make(*changes: str, **attributes):
         made = PolicyTrainer.__new__(PolicyTrainer)
+        figures = StepFigures(torch.device("cpu"))
+        figures.version = 5
         facts = {
             "config": load_config(CONFIG, list(changes)),
             "run": RunDir(tmp_path / "run"),
-            "base_hash": "ab12",
+            "policy": SimpleNamespace(base_hash="ab12", is_split=False),
             "accelerator": Accelerator(),
             "state": SimpleNamespace(global_step=6, max_steps=80),
             "args": SimpleNamespace(max_steps=80),
             "model": torch.nn.Linear(2, 2),
-            "sharding": None,
+            "passes": 0,
+            "figures": figures,
             "recorder": Recorder(),
-            "rollout": None,
             "heldout": None,
             "reward_funcs": [],
             "reward_func_names": ["math"],
             "reward_weights": torch.ones(2),
             "optimizer": SimpleNamespace(state={}),
-            "_dropouts": [],
-            "_seconds": defaultdict(float),
-            "_counts": defaultdict(float),
-            "_peak": {},
-            "_sampler": {},
             "_unknown": {},
             "_unknown_before": {},
             "_metrics": {"train": defaultdict(list)},
-            "_rollout_version": 5,
-            "_step_started": None,
         }
         for name, value in (facts | attributes).items():
             object.__setattr__(made, name, value)
@@ -229,6 +226,7 @@ def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
     def made_by_trl(self, **_) -> None:
         self.model, self.ref_model, self.accelerator = model, None, Accelerator()
         self.args = trainer_arguments(config, RunDir(tmp_path))
+        self.eos_token_ids, self._metrics = [2], {"train": {}}
 
     callbacks = []
     monkeypatch.setattr(GRPOTrainer, "__init__", made_by_trl)
@@ -253,8 +251,8 @@ def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
     assert [one for one in done if one != dtype] == wanted and done.count(dtype) == 1
     assert done.index(dtype) == ("packed" in wanted)
     guards = ["NewWeights"] * ("quantized as fp8" in wanted) + ["FiniteGradients", "FiniteAdapter"]
-    assert callbacks == guards and made.rollout is rollout
-    assert made.loss_settings == loss_settings(made.args, config)
+    assert callbacks == guards and (made.sampler is rollout) == served
+    assert made.policy_step.settings == loss_settings(made.args, config)
     model.peft_config["ref"] = None
     with pytest.raises(CheckFailed, match="reference"):
         make()
@@ -270,12 +268,11 @@ def test_a_completion_that_one_function_could_not_judge_is_masked_and_counted(po
         rewards = made._calculate_rewards([], [], [], [])
         assert rewards.isnan().tolist() == [[any(map(math.isnan, row))] * 2 for row in REWARDS]
         assert rewards[0].tolist() == [1.0, 0.5] and rewards[5].tolist() == [2.0, 1.0]
-        assert made._rewards is rewards, "flat groups are found by the masked rewards"
-        assert made._counts == {"masked": 3 * calls, "completions": 6 * calls}
+        assert made.figures.counts == {"masked": 3 * calls, "completions": 6 * calls}
     assert made._record({}, 7)["masked_fraction"] == 0.5
-    made._counts.clear()
+    made.figures.counts.clear()
     assert made._record({}, 7)["masked_fraction"] is None
-    assert made._seconds["reward"] > 0
+    assert made.figures.seconds["reward"] > 0
 
 
 def test_rewards_that_could_not_be_computed_are_counted_over_processes_and_resumes(policy, monkeypatch):
@@ -308,11 +305,12 @@ def test_a_loss_or_norm_that_is_not_finite_ends_the_run_after_it_is_recorded(pol
 def test_a_step_is_recorded_with_what_it_counted_and_the_next_one_starts_from_nothing(policy, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "log", lambda self, logs, start_time: None)
     monkeypatch.setattr(module.time, "perf_counter", lambda: 100.0)
-    made = policy(_step_started=88.0)
-    made._seconds |= {"rollout": 3.0, "reward": 1.0, "reference": 0.5, "heldout": 1.5, "sync": 0.7}
-    made._seconds["rollout_hidden"] = 2.0
-    made._counts |= {"completion_tokens": 600, "tokens": 900, "masked": 1, "completions": 8}
-    made._sampler |= {"sampler_k3": 0.02}
+    made = policy()
+    made.figures.started = 88.0
+    made.figures.seconds |= {"rollout": 3.0, "reward": 1.0, "reference": 0.5, "heldout": 1.5, "sync": 0.7}
+    made.figures.seconds["rollout_hidden"] = 2.0
+    made.figures.counts |= {"completion_tokens": 600, "tokens": 900, "masked": 1, "completions": 8}
+    made.figures.values |= {"sampler_k3": 0.02}
     given = {name: 0.1 + 0.01 * number for number, name in enumerate(METRICS)}
     made.log(given | {"rewards/math/mean": 0.4})
     (row,) = made.recorder.steps
@@ -347,21 +345,24 @@ def test_means_over_no_token_are_null(policy, masks, share, known):
 
 @pytest.mark.parametrize(("version", "lag"), [(6, 0), (5, 1), (4, 2)])
 def test_the_lag_is_the_number_of_updates_since_the_version_that_sampled(policy, version, lag):
-    assert policy(_rollout_version=version)._record({}, 7)["policy_lag"] == lag
+    made = policy()
+    made.figures.version = version
+    assert made._record({}, 7)["policy_lag"] == lag
 
 
-def test_completions_are_written_row_by_row_with_what_belongs_to_them(policy):
-    made = policy(
-        _problem_ids=["a", "a", "b"],
-        _row_versions=[5, 6, 5],
-        _logs={
-            "prompt": [[{"content": "system"}, {"content": f"p{n}"}] for n in range(3)],
-            "completion": [[{"content": f"c{n}"}] for n in range(3)],
-            "rewards": {"math": deque([0.0, 1.0, 2.0]), "form": deque([3.0, 4.0, 5.0])},
-            "advantages": deque([-1.0, 0.0, 1.0]),
-        },
-    )
-    for number, row in enumerate(made._completion_rows()):
+def test_completions_are_written_row_by_row_with_what_belongs_to_them(policy, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "log", lambda self, logs, start_time: None)
+    rewards = [{"math": float(n), "form": 3.0 + n} for n in range(3)]
+    prompts = [[{"content": "system"}, {"content": f"p{n}"}] for n in range(3)]
+    completions = [[{"content": f"c{n}"}] for n in range(3)]
+    made = policy("--watch.completions_per_step=2", callback_handler=SimpleNamespace(callbacks=[]))
+    for step, tokens in ((6, 9), (7, 0), (7, 9)):
+        made.state.global_step = step
+        made._sampled = Sampled(list("aab"), prompts, completions, rewards, [-1.0, 0.0, 1.0], [5, 6, 5])
+        made.figures.counts["completion_tokens"] = tokens
+        made.log({"loss": 0.5})
+    assert list(made.recorder.written) == [7], "of odd steps that generated"
+    for number, row in enumerate(made.recorder.written[7]):
         assert row == {
             "problem_id": "aab"[number],
             "prompt": f"p{number}",
@@ -370,45 +371,78 @@ def test_completions_are_written_row_by_row_with_what_belongs_to_them(policy):
             "advantage": number - 1.0,
             "adapter_version": (5, 6, 5)[number],
         }
+    assert len(made.recorder.written[7]) == 2
 
 
-@pytest.mark.parametrize("served", [True, False])
-def test_the_ledger_names_the_next_step_and_its_problems_once_in_order(policy, monkeypatch, served):
-    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", lambda self, inputs: {"of": len(inputs)})
-    monkeypatch.setattr(module.PolicyStep, "_drop_flat_groups", lambda self, output: None)
-    rollout = SimpleNamespace(versions=[5, 5, 6, 6, 6, 6]) if served else None
-    made = policy(rollout=rollout, beta=0.0, num_iterations=1)
-    rows = [{"problem_id": name} for name in "bbaacc"]
-    assert made._generate_and_score_completions(rows) == {"of": 6}
-    assert made.recorder.ledgers == [(7, ["b", "a", "c"])] and made._problem_ids == list("bbaacc")
-    assert made._rollout_version == made.adapter_version == 6
-    assert made._row_versions == ([5, 5, 6, 6, 6, 6] if served else [6] * 6)
-
-
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("due", [True, False])
-def test_tokens_are_counted_over_processes_and_what_is_held_out_is_measured_when_the_next_step_is_due(
-    policy, monkeypatch, due
-):
-    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts: ([[1] * 3, [1] * 5], [[2] * 7, [2]], None))
-    asked = []
-    heldout = SimpleNamespace(is_due=lambda step: asked.append(step) or due, measure=lambda trainer: 0.25)
-    made = policy(heldout=heldout)
-    made.accelerator.num_processes = 2
-    made._generate([])
-    made._generate([])
-    assert made._counts == {"completion_tokens": 2 * 2 * 8, "tokens": 2 * 2 * 16}
-    assert asked == [7, 7] and made._sampler == ({"heldout_accuracy": 0.25} if due else {})
-    assert made._metrics["train"]["heldout_accuracy"] == [0.25] * (2 * due)
+def test_what_is_sampled_is_recorded_counted_and_followed_by_what_is_due(policy, monkeypatch, overlap, due):
+    """Without a model: the order of the parts, and what they hand on."""
+    order, asked = [], []
+    made_ids = Rollouts([[1, 2], [3] * 5], None, 4, Report({"canary_delta": 0.1}, {"rollout_hidden": 0.5}))
+
+    class Replicas:
+        def generate(self, policy, prompt_ids):
+            order.append(("generate", prompt_ids))
+            return made_ids
+
+        def begin(self, policy, prompt_ids):
+            order.append(("begin", prompt_ids))
+            return Report({"sync_seconds": {}}, {"sync": 0.25})
+
+    def measure(sampler, policy, tokenize) -> float:
+        order.append("held out")
+        return 0.25
+
+    def rewarded(rows, prompts, completions, ids) -> torch.Tensor:
+        order.append("rewards")
+        return torch.tensor([[1.0], [0.0]])
+
+    accelerator = Accelerator()
+    accelerator.gather = lambda tensor: tensor
+    rows = [{"problem_id": name, "prompt": [{"content": name}]} for name in "ba"]
+    made = policy(
+        f"--rollout.overlap={overlap}",
+        accelerator=accelerator,
+        sampler=Replicas(),
+        policy_step=SimpleNamespace(add_reference=lambda batch: order.append("reference"), dropouts=[]),
+        heldout=SimpleNamespace(is_due=lambda step: asked.append(step) or due, measure=measure),
+        _lookahead=SimpleNamespace(prompts=lambda: [[{"content": "next"}]]),
+        _token_ids=lambda prompts: [[len(prompt[0]["content"])] * 3 for prompt in prompts],
+        _tokenizer=SimpleNamespace(pad_token_id=0, batch_decode=lambda ids, skip_special_tokens: list(map(str, ids))),
+        eos_token_ids=[2],
+        pad_to_multiple_of=None,
+        mask_truncated_completions=True,
+        multi_objective_aggregation="sum_then_normalize",
+        num_generations=2,
+        scale_rewards="none",
+        reward_weights=torch.ones(1),
+        _calculate_rewards=rewarded,
+        _pending_metrics={},
+        _pending_extra_logs={},
+    )
+    made.state.num_input_tokens_seen = 100
+    batch = made.sample(rows)
+    expected = [("generate", [[1] * 3] * 2), ("begin", [[4] * 3]), "held out", "reference", "rewards"]
+    assert order == [one for one in expected if (overlap or one[0] != "begin") and (due or one != "held out")]
+    assert made.recorder.ledgers == [(7, ["b", "a"])] and asked == [7]
+    assert made.figures.counts == {"completion_tokens": 7, "tokens": 13} and made.state.num_input_tokens_seen == 113
+    assert made.figures.version == 4 and made.figures.values["canary_delta"] == 0.1
+    assert made.figures.seconds["rollout_hidden"] == 0.5 and made.figures.seconds["sync"] == 0.25 * overlap
+    assert made.figures.values.get("heldout_accuracy") == (0.25 if due else None)
+    assert batch["advantages"].tolist() == [0.5, -0.5]
+    assert batch["completion_mask"].tolist() == [[1, 1, 0, 0, 0], [0] * 5], "the second has no end"
+    assert made._sampled.versions == [4, 4] and made._sampled.problem_ids == ["b", "a"]
 
 
-def test_the_seconds_of_a_phase_add_up(policy, monkeypatch):
+def test_the_seconds_of_a_phase_add_up(monkeypatch):
     clock = iter([0.0, 2.0, 10.0, 13.0])
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-    made = policy()
+    figures = StepFigures(torch.device("cpu"))
     for _ in range(2):
-        with made.timed("rollout"):
+        with figures.timed("rollout"):
             pass
-    assert made._seconds == {"rollout": 5.0}
+    assert figures.seconds == {"rollout": 5.0}
 
 
 def test_the_kept_step_has_every_row_and_the_adapter_of_this_process(policy):

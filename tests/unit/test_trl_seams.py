@@ -20,34 +20,29 @@ from kit.core.config.schema import TrainConfig
 from kit.core.config.trl_rules import INEXACT_ON_RESUME
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
-from kit.train.data_order import DataOrder
 from kit.train.finite import FiniteGradients
 from kit.train.loss import LOSSES
-from kit.train.step import PolicyStep
 from kit.train.trainer import METRICS, PolicyTrainer, trainer_arguments
 from kit.train.trl_trainer import typed_fields
 
 ROOT = Path(__file__).parents[2]
-# Method of transformers' Trainer that the kit overrides -> its parameters in transformers 5.17.
-OVERRIDDEN_IN_TRAINER = {"_load_from_checkpoint": "(self, resume_from_checkpoint, model=None)"}
-# Method of GRPOTrainer that the kit overrides -> its parameters in trl 1.16, in order, with their defaults.
+# Method of GRPOTrainer or of transformers' Trainer that the kit overrides -> its parameters in trl 1.16 and
+# transformers 5.17, with their defaults.
 OVERRIDDEN = {
     "__init__": None,  # called with keywords only; those are checked below
-    "training_step": "(self, model, inputs, num_items_in_batch)",
-    "_generate_and_score_completions": "(self, inputs)",
-    "_generate": "(self, prompts)",
-    "_generate_single_turn": ("(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False)"),
-    "_calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
-    "log": "(self, logs, start_time=None)",
-    "_save_checkpoint": "(self, model, trial)",
-}
-# The same for what kit/train/step.py overrides.
-OVERRIDDEN_IN_STEP = {
-    "__init__": None,
-    "_generate_and_score_completions": "(self, inputs)",
+    "_get_train_sampler": "(self, dataset=None)",
+    "get_batch_samples": "(self, epoch_iterator, num_batches, device)",
+    "_prepare_inputs": "(self, generation_batch)",
     "_calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
     "compute_loss": "(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
-    "_get_per_token_logps_and_entropies": None,  # its first six parameters are checked below
+    "log": "(self, logs, start_time=None)",
+    "_save_checkpoint": "(self, model, trial)",
+    "_load_from_checkpoint": "(self, resume_from_checkpoint, model=None)",
+}
+# What the kit calls of TRL.
+CALLED = {
+    "_generate_single_turn": "(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False)",
+    "_tokenize_prompts": "(self, prompts)",
 }
 KEYWORDS = {"model", "reward_funcs", "args", "train_dataset", "processing_class", "peft_config"}
 SOURCE = inspect.getsource(inspect.getmodule(GRPOTrainer))
@@ -71,24 +66,12 @@ def test_trl_is_the_version_the_overrides_were_written_for():
 def test_every_override_is_known_here():
     upstream = {name for base in GRPOTrainer.__mro__[:-1] for name in vars(base)}
     ours = {name for name, value in vars(PolicyTrainer).items() if inspect.isfunction(value)}
-    assert ours & upstream == {*OVERRIDDEN, *OVERRIDDEN_IN_TRAINER}
-    for name, parameters in OVERRIDDEN_IN_TRAINER.items():
-        assert name not in vars(GRPOTrainer) and shape(getattr(Trainer, name)) == parameters
-
-
-def test_every_override_of_the_step_is_known_here():
-    upstream = {name for base in GRPOTrainer.__mro__[:-1] for name in vars(base)}
-    ours = {name for name, value in vars(PolicyStep).items() if inspect.isfunction(value)}
-    assert ours & upstream == OVERRIDDEN_IN_STEP.keys()
-    for name, parameters in OVERRIDDEN_IN_STEP.items():
-        assert parameters is None or shape(vars(GRPOTrainer)[name]) == parameters
-    first = "(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False"
-    assert shape(GRPOTrainer._get_per_token_logps_and_entropies).startswith(first)
+    assert ours & upstream == OVERRIDDEN.keys()
+    for name, parameters in (OVERRIDDEN | CALLED).items():
+        assert parameters is None or shape(getattr(GRPOTrainer, name)) == parameters, name
 
 
 def test_an_order_of_the_data_is_drawn_when_a_pass_begins_and_a_resumed_run_begins_in_its_own():
-    assert "_get_train_sampler" in vars(DataOrder)
-    assert shape(GRPOTrainer._get_train_sampler) == "(self, dataset=None)"
     one, other = (RepeatSampler(range(9), mini_repeat_count=1, batch_size=4, seed=7) for _ in range(2))
     first, second = list(one), list(one)
     assert first != second
@@ -108,11 +91,12 @@ def test_transformers_calls_backward_once_for_what_compute_loss_returns():
     assert "_set_sync_gradients(do_sync_step)" in inspect.getsource(Trainer._run_epoch)
 
 
-def test_trls_loss_is_not_called():
-    # By `compute_loss` alone, which the step overrides; kit/train/loss.py takes its place.
-    assert SOURCE.count("self._compute_loss(") == 1
-    assert "return self._compute_loss(model, inputs)" in inspect.getsource(GRPOTrainer.compute_loss)
-    assert "compute_loss" in vars(PolicyStep) and "_compute_loss" not in vars(PolicyStep)
+def test_trls_buffer_is_the_one_that_the_kit_fills():
+    source = inspect.getsource(GRPOTrainer._prepare_inputs)
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in source
+    assert "if self._step % generate_every == 0 or self._buffered_inputs is None:" in source
+    order = ("shuffle_sequence_dict(", "split_tensor_dict(", "self._buffered_inputs[self._step % self.args.steps")
+    assert [*map(source.index, order)] == sorted(map(source.index, order))
 
 
 def test_every_setting_that_trls_loss_reads_is_one_of_the_kits_or_refused():
@@ -122,24 +106,6 @@ def test_every_setting_that_trls_loss_reads_is_one_of_the_kits_or_refused():
     other_losses = {name for name in read if name.startswith(("sapo_", "vespo_"))}
     assert read - adaptive - other_losses == {"delta", "use_bias_correction_kl", "steps_per_generation"}
     assert set(LOSSES) == set(get_args(get_type_hints(TrainConfig)["loss_type"]))
-
-
-def test_trl_decides_by_its_attributes_whether_it_makes_a_pass_for_old_log_probs():
-    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    condition = "if self.args.gradient_accumulation_steps % generate_every != 0 or ("
-    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in source
-    before, after = source.split(condition)
-    assert after.lstrip().startswith("self.use_vllm and self.vllm_importance_sampling_correction\n")
-    # Nothing else there asks for the passes over the batch, but the reference's, of one model or the other.
-    assert source.count("self.num_iterations") == 1
-    assert before.count("self._get_per_token_logps_and_entropies(") == 0
-    assert after.count("self._get_per_token_logps_and_entropies(") == 3
-
-
-@pytest.mark.parametrize("name", [name for name, parameters in OVERRIDDEN.items() if parameters])
-def test_an_overridden_method_exists_with_the_parameters_the_kit_expects(name):
-    assert name in vars(GRPOTrainer), f"GRPOTrainer.{name} is no longer its own"
-    assert shape(getattr(GRPOTrainer, name)) == OVERRIDDEN[name]
 
 
 def test_the_constructor_takes_what_the_recipe_gives():
@@ -156,27 +122,6 @@ def test_the_checkpoint_of_transformers_that_the_kit_calls_instead_of_trls():
     assert len([line for line in ours.splitlines() if line.strip()]) <= 16
 
 
-def test_generation_returns_prompt_and_completion_ids_first():
-    source = inspect.getsource(GRPOTrainer._generate)
-    assert re.search(r"return prompt_ids, completion_ids,", source)
-    assert "self._generate_single_turn(" in source
-
-
-def test_unscorable_completions_are_masked_by_trl():
-    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    assert "unscorable_mask = torch.isnan(rewards_per_func).all(dim=1)" in source
-    assert "advantages = torch.nan_to_num(advantages, nan=0.0)" in source
-
-
-def test_what_trl_leaves_of_the_advantages_for_the_kit_to_correct():
-    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    assert source.count("self._calculate_rewards(") == 1
-    assert '"advantages": advantages,' in source
-    assert 'self._metrics[mode]["frac_reward_zero_std"].append(' in source
-    assert 'self._logs["advantages"].extend(all_process_advantages.tolist())' in source
-    assert 'self.multi_objective_aggregation == "sum_then_normalize"' in source
-
-
 def test_the_reference_of_a_new_adapter_is_the_model_with_adapters_off():
     assert 'adapter_name="ref" if "ref" in model.peft_config else None' in SOURCE
 
@@ -185,21 +130,9 @@ def test_trl_still_casts_the_adapter_so_the_kit_still_has_to_undo_it():
     assert re.search(r"param\.data = param\.data\.to\(torch\.bfloat16\)", SOURCE)
 
 
-@pytest.mark.parametrize("name", sorted(METRICS))
-def test_a_metric_of_the_run_is_one_that_trl_or_transformers_logs(name, tiny_run, read_jsonl):
-    in_trl = f'self._metrics[mode]["{name}"]' in SOURCE
-    in_transformers = f'logs["{name}"]' in inspect.getsource(Trainer._maybe_log_save_evaluate)
-    assert in_trl or in_transformers
-    assert all(row[METRICS[name]] is not None for row in read_jsonl(tiny_run.metrics_file))
-
-
-def test_the_log_of_completions_has_the_columns_the_kit_reads(
-    build_trainer, recipe_arguments, tmp_path, tiny_model_dir
-):
-    trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
-    assert {"prompt", "completion", "rewards", "advantages"} <= trainer._logs.keys()
-    for name in ("_metrics", "reward_func_names", "ref_model", "_generate_single_turn"):
-        assert hasattr(trainer, name)
+def test_every_metric_of_a_run_has_a_value_in_every_step(tiny_run, read_jsonl):
+    for row in read_jsonl(tiny_run.metrics_file):
+        assert not [name for name in METRICS.values() if row[name] is None]
 
 
 def test_what_the_rollout_server_takes_from_trl(build_trainer, recipe_arguments, tmp_path, tiny_model_dir):
@@ -210,7 +143,6 @@ def test_what_the_rollout_server_takes_from_trl(build_trainer, recipe_arguments,
     trainer = build_trainer(recipe_arguments(tiny_model_dir, tmp_path / "run"))
     assert trainer.processing_class.eos_token_id in trainer.eos_token_ids
     assert trainer.args.vllm_importance_sampling_clip_min is None
-    assert re.search(r"output\[\"sampling_per_token_logps\"\] = sampling_per_token_logps", SOURCE)
 
 
 def test_the_gradient_guard_runs_between_clipping_and_the_optimizer():

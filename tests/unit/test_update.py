@@ -1,6 +1,6 @@
 """The update against TRL's own: the same loss, gradients and metrics, from fewer forwards and from micro-batches.
 
-TRL's own is the kit's trainer without `PolicyStep`: one padded forward of 16 rows, another one before it for the old
+TRL's own is the kit's trainer without its overrides: one padded forward of 16 rows, another one before it for the old
 log-probs, and the importance ratio from that.
 """
 
@@ -14,12 +14,12 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from trl import GRPOTrainer
 
 from kit.core.errors import CheckFailed
+from kit.rollout.policy_view import Rollouts
 from kit.train.finite import FiniteAdapter, FiniteGradients
-from kit.train.step import PolicyStep
-from kit.train.trainer import trainer_arguments
+from kit.train.rows import padded_logps
+from kit.train.trainer import PolicyTrainer, trainer_arguments
 from reward.own import called
 
 BATCH = 16
@@ -29,16 +29,16 @@ PACKED |= {"train.micro_batch_tokens": 88}
 METRICS = ("kl", "entropy", *(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min")))
 
 
-class Sampler:
-    """Stands in for the replicas: completions of 1 to 24 ids, with log-probs around those of an untrained policy."""
+class Replicas:
+    """A sampler of completions of 1 to 24 ids, with log-probs around those of an untrained policy."""
 
     def __init__(self, spread: float = 1.0):
-        self.spread, self.versions, self.report = spread, [], {}
+        self.spread = spread
 
-    def generate(self, trainer: Any, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-        self.versions = [trainer.adapter_version] * len(prompt_ids)
+    def generate(self, policy: Any, prompt_ids: list[list[int]], group: int | None = None) -> Rollouts:
         ids = [[random.randint(5, 15) for _ in range(random.randint(1, 24))] for _ in prompt_ids]
-        return ids, [[-5.8 + self.spread * random.uniform(-1, 1) for _ in one] for one in ids]
+        logps = [[-5.8 + self.spread * random.uniform(-1, 1) for _ in one] for one in ids]
+        return Rollouts(ids, logps, policy.version)
 
 
 def by_length(completions: list, **others: Any) -> list[float]:
@@ -46,9 +46,9 @@ def by_length(completions: list, **others: Any) -> list[float]:
     return [len(one[0]["content"]) % 7 / 7 for one in completions]
 
 
-def serve(trainer: Any, sampler: Sampler | None = None) -> Any:
+def serve(trainer: Any) -> Any:
     """The trainer with a sampler, and an adapter that changes what the base says."""
-    trainer.rollout = sampler or Sampler()
+    trainer.sampler = Replicas()
     torch.manual_seed(0)
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:
@@ -61,7 +61,8 @@ def set_loss(trainer: Any, loss: str = "dr_grpo", beta: float = 0.01, correction
     trainer.config.train.loss_type = trainer.loss_type = loss
     trainer.config.train.beta = trainer.beta = beta
     trainer.config.rollout.correction = correction
-    trainer.loss_settings = replace(trainer.loss_settings, loss_type=loss, beta=beta, correction=correction)
+    step = trainer.policy_step
+    step.settings = replace(step.settings, loss_type=loss, beta=beta, correction=correction)
     trainer.vllm_importance_sampling_correction = correction != "none"
     trainer.vllm_importance_sampling_mode = correction
     return trainer
@@ -91,12 +92,17 @@ def packed(build):
 
 @contextlib.contextmanager
 def trls_own(trainer: Any) -> Iterator[None]:
-    """Take everything that `PolicyStep` overrides away; TRL corrects for a sampler that it takes for vLLM."""
+    """Take the overrides of a step away; TRL corrects for a sampler that it takes for vLLM."""
+
+    def generate(prompt_ids: list, *others: Any) -> tuple[list, list]:
+        made = trainer.sampler.generate(trainer.policy, prompt_ids)
+        return made.token_ids, made.logps
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "use_vllm", True)
-        for name in set(vars(PolicyStep)) & set(dir(GRPOTrainer)) - {"__init__", "__doc__", "__module__"}:
-            if callable(getattr(PolicyStep, name)):
-                patch.delattr(PolicyStep, name)
+        patch.setattr(trainer, "_generate_single_turn", generate)
+        for name in ("_prepare_inputs", "compute_loss"):
+            patch.delattr(PolicyTrainer, name)
         yield
 
 
@@ -163,6 +169,45 @@ def test_an_update_is_trls_own_with_and_without_micro_batches(plain, packed, los
     assert_same(update(packed), expected, names)
 
 
+LOGGED = (
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "num_tokens",
+    "rewards/by_length/mean",
+    "rewards/by_length/std",
+)
+LOGGED += (*(f"completions/{how}{kind}_length" for how in ("mean", "min", "max") for kind in ("", "_terminated")),)
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_the_rows_of_a_step_and_what_is_logged_of_them_are_trls_own_bit_for_bit(build, scale, aggregation):
+    changes = {"train.scale_rewards": scale, "train.trl": f"{{multi_objective_aggregation: {aggregation}}}"}
+    trainer = build({"train.mask_truncated": True, **changes})
+    trainer.eos_token_ids = [5, 6, 7]  # about a third of the completions end with one of them
+    trainer.reward_funcs.append(lambda completions, **others: [0.5, None, 1.0, 0.0] * (len(completions) // 4))
+    trainer.reward_func_names.append("some")
+    trainer.reward_processing_classes.append(None)
+    trainer.reward_weights = torch.tensor([1.0, 0.3])
+    rows, found = next(iter(trainer.get_train_dataloader())), []
+    for own in (False, True):
+        random.seed(3)
+        trainer._metrics["train"].clear()
+        trainer.state.num_input_tokens_seen = 0
+        with trls_own(trainer) if own else contextlib.nullcontext():
+            batch = trainer._generate_and_score_completions(rows) if own else trainer.sample(rows)
+        found.append((batch, {name: values[:] for name, values in trainer._metrics["train"].items()}))
+    (ours, metrics), (theirs, wanted) = found
+    assert theirs.keys() - ours.keys() <= {"old_per_token_logps", "importance_sampling_ratio"}
+    assert 0 < ours["completion_mask"].any(dim=1).sum() < BATCH and ours["advantages"].any()
+    torch.testing.assert_close(ours.pop("ref_per_token_logps"), theirs["ref_per_token_logps"])  # positions differ
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
+    for name in LOGGED:
+        assert metrics[name] == wanted[name], name
+
+
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
 def test_a_batch_used_twice_is_compared_with_its_first_forward(build, correction):
     both = [build({"train.num_iterations": 2, **changes}) for changes in ({}, PACKED)]
@@ -223,7 +268,7 @@ def test_equal_rewards_teach_nothing_whatever_their_mean_rounds_to(build, change
     trainer.reward_funcs[0] = lambda completions, **others: [value] * len(completions)
     _, gradients, metrics = update(trainer)
     assert not gradients.any(), "Adam would make steps of rounding"
-    assert metrics["frac_reward_zero_std"] == 1.0 and set(trainer._logs["advantages"]) == {0.0}
+    assert metrics["frac_reward_zero_std"] == 1.0 and set(trainer._sampled.advantages) == {0.0}
 
 
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
@@ -234,21 +279,8 @@ def test_groups_without_spread_are_counted_whatever_divides_the_advantages(build
     trainer.reward_funcs[0] = lambda completions, **others: rewards
     _, gradients, metrics = update(trainer)
     assert gradients.any() and metrics["frac_reward_zero_std"] == 0.5
-    shown = list(trainer._logs["advantages"])
+    shown = trainer._sampled.advantages
     assert not any(shown[:4] + shown[8:]) and all(shown[4:8])
-
-
-@pytest.mark.parametrize(("aggregation", "share"), [("sum_then_normalize", 1.0), ("normalize_then_sum", 0.0)])
-def test_rewards_that_differ_and_sum_to_one_number_have_no_spread_where_sums_are_compared(build, aggregation, share):
-    trainer = build({"train.trl": {"multi_objective_aggregation": aggregation}})
-    trainer._rewards = torch.tensor([[0.0, 1.0], [1.0, 0.0]] * 8)
-    trainer.reward_weights = torch.ones(2)
-    trainer._metrics["train"]["frac_reward_zero_std"].append(0.0)
-    trainer._logs["advantages"].extend([0.5] * BATCH)
-    output = {"advantages": torch.full((BATCH,), 0.5)}
-    trainer._drop_flat_groups(output)
-    assert trainer._metrics["train"]["frac_reward_zero_std"] == [share]
-    assert output["advantages"].tolist() == list(trainer._logs["advantages"]) == [0.5 * (1 - share)] * BATCH
 
 
 def test_a_reward_of_weight_0_that_could_not_be_computed_leaves_the_row_in_the_loss(build):
@@ -260,11 +292,11 @@ def test_a_reward_of_weight_0_that_could_not_be_computed_leaves_the_row_in_the_l
     trainer.reward_weights = torch.tensor([1.0, 0.0])
     found = update(trainer)
     assert_same(found, expected)
-    assert found[2]["reward"] == expected[2]["reward"] and trainer._counts["masked"] == 0
+    assert found[2]["reward"] == expected[2]["reward"] and trainer.figures.counts["masked"] == 0
     assert found[2]["frac_reward_zero_std"] == expected[2]["frac_reward_zero_std"]
     trainer.reward_weights = torch.tensor([1.0, 0.5])
     update(trainer)
-    assert trainer._counts["masked"] == BATCH // 2
+    assert trainer.figures.counts["masked"] == BATCH // 2
 
 
 def test_a_reward_that_fails_is_named_with_the_step_and_its_traceback_is_in_the_log(build):
@@ -304,8 +336,8 @@ def test_no_pass_is_made_twice(plain, beta, correction):
 @pytest.mark.parametrize("beta", [0.0, 0.01])
 def test_micro_batches_hold_at_most_their_tokens(packed, monkeypatch, beta):
     plans = []
-    plan = PolicyStep._plan
-    monkeypatch.setattr(PolicyStep, "_plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+    plan = packed.policy_step.plan
+    monkeypatch.setattr(packed.policy_step, "plan", lambda rows: plans.append(plan(rows)) or plans[-1])
     set_loss(packed, beta=beta)
     tokens = forwards(packed)
     (found,) = plans
@@ -346,10 +378,10 @@ def test_a_run_in_micro_batches_is_the_run_without(build, read_jsonl):
 @pytest.mark.parametrize("fault", ["nan", "k3"])
 def test_what_damaged_rollouts_taught_is_not_applied(build, read_jsonl, changes, fault):
     trainer = build({**changes, "train.learning_rate": 1e-2})
-    trainer.rollout = sampler = Sampler(0.1)
+    trainer.sampler = sampler = Replicas(0.1)
     if fault == "nan":
         generate = sampler.generate
-        sampler.generate = lambda *args: first_is_nan(*generate(*args))
+        sampler.generate = lambda *args: first_is_nan(generate(*args))
     else:
         trainer.config.rollout.max_sampler_k3 = 1e-5
     before = {name: one.clone() for name, one in trainer.model.named_parameters() if one.requires_grad}
@@ -364,8 +396,9 @@ def test_what_damaged_rollouts_taught_is_not_applied(build, read_jsonl, changes,
     assert not trainer.run.adapters.exists()
 
 
-def first_is_nan(ids: list[list[int]], logps: list[list[float]]) -> tuple[list, list]:
-    return ids, [[math.nan, *logps[0][1:]], *logps[1:]]
+def first_is_nan(made: Rollouts) -> Rollouts:
+    made.logps[0][0] = math.nan
+    return made
 
 
 def test_padded_rows_never_take_cudnns_attention_whose_gradients_may_be_nan(build):
@@ -421,7 +454,7 @@ def test_padding_does_not_move_a_token_in_bfloat16(in_bfloat16, compute):
     mask = torch.ones_like(ids)
     with torch.no_grad(), trainer.model.disable_adapter() if compute == "reference" else contextlib.nullcontext():
         alone, padded = (
-            trainer._get_per_token_logps_and_entropies(trainer.model, rows, real, completion)[0]
+            padded_logps(trainer.accelerator, trainer.model, rows, real, completion, False)[0]
             for rows, real in ((ids, mask), (torch.cat([padding, ids], 1), torch.cat([padding, mask], 1)))
         )
     off = (alone - padded).double()

@@ -3,26 +3,23 @@
 import contextlib
 import math
 import random
-from collections import defaultdict, deque
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from trl import GRPOTrainer
 
 from kit.core.config.load import load_config
 from kit.core.errors import CheckFailed
+from kit.train.advantages import group_advantages
+from kit.train.figures import StepFigures
 from kit.train.loss import LossSettings
 from kit.train.mismatch import importance_ratio, measure
 from kit.train.rows import keep_scores, take_rows
-from kit.train.step import PolicyStep, StepTally
+from kit.train.step import PolicyStep, SamplerIsNotThePolicy, StepTally
 from tests.conftest import CONFIG
 
 GROUP, NAN = 4, math.nan
-
-
-class Step(PolicyStep, GRPOTrainer):
-    pass
 
 
 class Accelerator:
@@ -44,29 +41,14 @@ def pad(tensor: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
 
 
-def update(*changes: str, **attributes):
-    """An update without a trainer."""
-    made = PolicyStep.__new__(PolicyStep)
-    facts = {
-        "config": load_config(CONFIG, list(changes)),
-        "accelerator": Accelerator(),
-        "num_generations": GROUP,
-        "reward_weights": torch.ones(1),
-        "_dropouts": [],
-        "multi_objective_aggregation": "sum_then_normalize",
-        "args": SimpleNamespace(vllm_importance_sampling_clip_min=None, steps_per_generation=1),
-        "state": SimpleNamespace(global_step=6),
-        "recorder": None,
-        "_metrics": {"train": defaultdict(list)},
-        "_sampler": {},
-        "_tally": StepTally(),
-        "loss_settings": LossSettings(),
-        "current_gradient_accumulation_steps": 1,
-        "_record": lambda logs, step: {"step": step},
-    }
-    for name, value in (facts | attributes).items():
-        setattr(made, name, value)
-    return made
+def update(*changes: str, accelerator=None, steps: int = 1, settings: LossSettings | None = None) -> PolicyStep:
+    """A step without a trainer or a model."""
+    config = load_config(CONFIG, list(changes))
+    model = torch.nn.Linear(1, 1)
+    policy = SimpleNamespace(processes=accelerator or Accelerator(), model=model, unwrapped=model, version=6)
+    arguments = SimpleNamespace(steps_per_generation=steps)
+    figures = StepFigures(torch.device("cpu"))
+    return PolicyStep(config, None, policy, arguments, settings or LossSettings(), None, figures, defaultdict(list))
 
 
 # (weights, rewards of a group (4, functions), whether it has a spread in sums, whether in any function)
@@ -89,41 +71,20 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
 @pytest.mark.parametrize(("weights", "rewards", "of_sums", "of_each"), GROUPS)
 def test_a_group_is_flat_by_the_weighted_rewards_that_its_advantages_come_from(
-    aggregation, weights, rewards, of_sums, of_each
+    aggregation, scale, weights, rewards, of_sums, of_each
 ):
-    spread = of_sums if aggregation == "sum_then_normalize" else of_each
+    are_summed = aggregation == "sum_then_normalize"
+    spread = of_sums if are_summed else of_each
     known = torch.stack([torch.tensor([0.0, 1.0, 2.0, 3.0])] * len(weights), dim=1)  # a group with a spread
-    made = update(
-        reward_weights=torch.tensor(weights),
-        multi_objective_aggregation=aggregation,
-        _rewards=torch.cat([known, torch.tensor(rewards, dtype=torch.float32)]),
-        _logs={"advantages": deque([0.5] * 8, maxlen=8)},
-    )
-    made._metrics["train"]["frac_reward_zero_std"].append(0.25)
-    first_spread = aggregation != "sum_then_normalize" or sum(weights) != 0
-    made._drop_flat_groups(output := {"advantages": torch.full((8,), 0.5)})
-    wanted = [0.5 * first_spread] * 4 + [0.5 * spread] * 4
-    assert output["advantages"].tolist() == list(made._logs["advantages"]) == wanted
-    assert made._metrics["train"]["frac_reward_zero_std"] == [1 - (first_spread + spread) / 2]
-
-
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_every_process_drops_the_flat_groups_among_its_own_rows(index):
-    flat, spread = [1.0] * GROUP, [0.0, 1.0, 0.0, 1.0]
-    groups = [flat, spread, spread, flat, spread, spread]  # two a process
-    made = update(
-        accelerator=Accelerator(index, [None, None]),
-        _rewards=torch.tensor(groups).view(-1, 1),
-        _logs={"advantages": deque([0.5] * 24, maxlen=24)},
-    )
-    made._metrics["train"]["frac_reward_zero_std"] += [0.75, 0.0]
-    made._drop_flat_groups(output := {"advantages": torch.full((8,), 0.5)})
-    wanted = [0.0 if group is flat else 0.5 for group in groups for _ in range(GROUP)]
-    assert output["advantages"].tolist() == wanted[8 * index : 8 * index + 8]
-    assert list(made._logs["advantages"]) == wanted
-    assert made._metrics["train"]["frac_reward_zero_std"] == [0.75, pytest.approx(1 / 3)]
+    both = torch.cat([known, torch.tensor(rewards, dtype=torch.float32)])
+    advantages, flat = group_advantages(both, torch.tensor(weights), GROUP, scale, are_summed)
+    first_spread = not are_summed or sum(weights) != 0
+    assert flat.tolist() == [not first_spread, not spread]
+    for group, teaches in zip(advantages.view(2, GROUP), (first_spread, spread), strict=True):
+        assert not group.isnan().any() and (teaches or not group.any())
 
 
 def off_by(delta: float, rows: int = 3, width: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -133,21 +94,16 @@ def off_by(delta: float, rows: int = 3, width: int = 5) -> tuple[torch.Tensor, t
 
 
 @pytest.mark.parametrize("limit", [0.01, 0.5, 2.0])
-@pytest.mark.parametrize(("share", "stops"), [(0.5, False), (0.98, False), (1.02, True), (2.0, True), (9.0, True)])
+@pytest.mark.parametrize(("share", "stops"), [(0.5, False), (0.98, False), (1.02, True), (9.0, True)])
 def test_the_limit_on_k3_is_the_configured_one(limit, share, stops):
     # k3 of a difference that is the same everywhere, solved for it.
     delta = 1.0
     for _ in range(60):
         delta -= (math.exp(delta) - 1 - delta - share * limit) / (math.exp(delta) - 1)
-    kept = []
-    made = update(f"--rollout.max_sampler_k3={limit}", recorder=SimpleNamespace(step=kept.append))
-    if not stops:
-        made._judge_sampler([off_by(delta)])
-        assert made._sampler["sampler_k3"] == pytest.approx(share * limit, rel=1e-4) and not kept
-        return
-    with pytest.raises(CheckFailed, match=r"^step 7\b.* k3 "):
-        made._judge_sampler([off_by(delta)])
-    assert kept == [{"step": 7}] and made._sampler["sampler_k3"] == pytest.approx(share * limit, rel=1e-4)
+    made = update(f"--rollout.max_sampler_k3={limit}")
+    with pytest.raises(SamplerIsNotThePolicy, match=r"^step 7\b.* k3 ") if stops else contextlib.nullcontext():
+        made.judge_sampler([off_by(delta)])
+    assert made.figures.values["sampler_k3"] == pytest.approx(share * limit, rel=1e-4)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -159,18 +115,18 @@ def test_one_log_prob_that_is_not_finite_stops_the_run_unless_it_is_padding(side
         tensors[2][1, 4] = mask_of
         tensors[side][1, 4] = value
         if not stops:
-            made._judge_sampler([tensors])
+            made.judge_sampler([tensors])
         else:
             with pytest.raises(CheckFailed, match=r"^step 7\b.* k3 " if side == 0 else "1 log-probs of the sampler"):
-                made._judge_sampler([tensors])
+                made.judge_sampler([tensors])
 
 
 def test_nothing_is_said_of_a_step_without_a_sampler_and_accumulation_steps_are_judged_together():
     made = update("--rollout.max_sampler_k3=1e6")
-    made._judge_sampler([])
-    assert made._sampler == {} and not made._metrics["train"]
-    made._judge_sampler([off_by(0.5), off_by(0.25)])
-    assert made._sampler["sampler_delta_mean"] == pytest.approx(0.375)
+    made.judge_sampler([])
+    assert made.figures.values == {} and not made.metrics
+    made.judge_sampler([off_by(0.5), off_by(0.25)])
+    assert made.figures.values["sampler_delta_mean"] == pytest.approx(0.375)
 
 
 @pytest.mark.parametrize("correction", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"])
@@ -184,16 +140,16 @@ def test_the_figures_are_those_of_the_rows_of_all_processes_whatever_their_lengt
         mask[:, 0] = True
         parts.append((sampler + 0.5 * torch.randn(rows, width), sampler, mask.float()))
     made = update(
-        *("--rollout.max_sampler_k3=1e6", "--rollout.correction_cap=1.3", f"--rollout.correction={correction}"),
+        "--rollout.max_sampler_k3=1e6",
         accelerator=Accelerator(0, [torch.stack(one).transpose(0, 2).contiguous() for one in parts[1:]]),
-        args=SimpleNamespace(vllm_importance_sampling_clip_min=floor),
+        settings=LossSettings(correction=correction, correction_cap=1.3, correction_floor=floor),
     )
-    made._judge_sampler([parts[0]])
+    made.judge_sampler([parts[0]])
     whole = [torch.cat([pad(one.T, 9).T for one in each]) for each in zip(*parts, strict=True)]
-    assert made._sampler == pytest.approx(measure(*whole, correction, 1.3, floor))
-    logged = {name: value for name, (value,) in made._metrics["train"].items()}
-    assert logged["sampler/k3"] == made._sampler["sampler_k3"]
-    assert logged["sampler/delta_p99"] == made._sampler["sampler_delta_p99"]
+    assert made.figures.values == pytest.approx(measure(*whole, correction, 1.3, floor))
+    logged = {name: value for name, (value,) in made.metrics.items()}
+    assert logged["sampler/k3"] == made.figures.values["sampler_k3"]
+    assert logged["sampler/delta_p99"] == made.figures.values["sampler_delta_p99"]
     name = "sampling/importance_sampling_ratio/"
     if correction == "none":
         assert not any(key.startswith(name) for key in logged)
@@ -208,8 +164,8 @@ def test_the_figures_are_those_of_the_rows_of_all_processes_whatever_their_lengt
 
 def one_step(made, rows: dict, logps: torch.Tensor, entropies: torch.Tensor | None = None) -> torch.Tensor:
     """The loss of rows whose forward gives these log-probs."""
-    made._score = lambda model, rows: (logps, torch.zeros_like(logps) if entropies is None else entropies)
-    return made._loss_of_rows(None, rows, len(logps))
+    made.score = lambda model, rows: (logps, torch.zeros_like(logps) if entropies is None else entropies)
+    return made.loss_of_rows(None, rows, len(logps), rows["num_items_in_batch"])
 
 
 def rows_of(mask: torch.Tensor, **others: torch.Tensor) -> dict:
@@ -219,37 +175,33 @@ def rows_of(mask: torch.Tensor, **others: torch.Tensor) -> dict:
 def test_what_the_first_forward_gives_stays_with_the_rows_and_is_compared_once():
     policy, sampler, mask = off_by(0.5)
     settings = LossSettings(loss_type="dapo", correction="token_truncate", correction_cap=1.2)
-    made = update("--rollout.max_sampler_k3=9", loss_settings=settings)
+    made = update("--rollout.max_sampler_k3=9", settings=settings)
     rows = rows_of(mask, sampling_per_token_logps=sampler)
     assert one_step(made, rows, policy).item() == pytest.approx(-1.2), "the capped ratio of the sampler"
-    assert torch.equal(rows["old_per_token_logps"], policy) and len(made._tally.compared) == 1
+    assert torch.equal(rows["old_per_token_logps"], policy) and len(made.tally.compared) == 1
     # The policy moved: its ratio is clipped at 1.2, and the sampler is not compared with it.
     assert one_step(made, rows, policy + 1).item() == pytest.approx(-1.2 * 1.2)
-    assert torch.equal(rows["old_per_token_logps"], policy) and len(made._tally.compared) == 1
-    assert made._tally.figures.read()["clip_ratio/high_mean"] == pytest.approx(0.5), "of both"
+    assert torch.equal(rows["old_per_token_logps"], policy) and len(made.tally.compared) == 1
+    assert made.tally.figures.read()["clip_ratio/high_mean"] == pytest.approx(0.5), "of both"
     mask[1, 2], sampler[1, 2] = 0, -50.0  # left out of the loss
-    made._judge_sampler(made._tally.compared)
-    assert made._sampler["sampler_delta_max"] == pytest.approx(0.5)
-    made._tally = StepTally()
+    made.judge_sampler(made.tally.compared)
+    assert made.figures.values["sampler_delta_max"] == pytest.approx(0.5)
+    made.tally = StepTally()
     one_step(made, without := rows_of(mask), policy)
-    assert not made._tally.compared and set(without) == {*rows_of(mask), "old_per_token_logps"}
+    assert not made.tally.compared and set(without) == {*rows_of(mask), "old_per_token_logps"}
 
 
 @pytest.mark.parametrize(("processes", "steps", "accumulated"), [(1, 1, 1), (4, 1, 1), (1, 4, 4), (2, 4, 2)])
 def test_a_token_of_dapo_weighs_by_those_of_a_whole_step(processes, steps, accumulated):
     policy, _, mask = off_by(0.5)
-    made = update(
-        accelerator=SimpleNamespace(num_processes=processes),
-        args=SimpleNamespace(steps_per_generation=steps),
-        current_gradient_accumulation_steps=accumulated,
-        loss_settings=LossSettings(loss_type="dapo"),
-    )
-    rows = rows_of(mask, num_items_in_batch=torch.tensor(100))
+    accelerator = SimpleNamespace(num_processes=processes, sync_gradients=False)
+    made = update(accelerator=accelerator, steps=steps, settings=LossSettings(loss_type="dapo"))
+    made.score = lambda model, rows: (policy, torch.zeros_like(policy))
     # The tokens of all processes' rows of one generation; a step has `accumulated` of its `steps` parts.
     tokens = 100 * accumulated / steps / processes
-    assert one_step(made, rows, policy).item() == pytest.approx(-mask.sum().item() / tokens)
-    empty = rows_of(torch.zeros_like(mask))
-    assert one_step(made, empty, policy).item() == 0
+    for one, share in ((mask, mask.sum().item() / tokens), (torch.zeros_like(mask), 0.0)):
+        rows = rows_of(one, completion_ids=one, num_items_in_batch=torch.tensor(100))
+        assert made.loss(None, rows, accumulated).item() == pytest.approx(-share)
 
 
 def test_the_tokens_of_highest_entropy_are_those_of_all_processes():
@@ -265,10 +217,10 @@ def test_the_tokens_of_highest_entropy_are_those_of_all_processes():
         def gather(self, tensor):
             return torch.cat([tensor, others])
 
-    made = update(accelerator=Processes(), loss_settings=LossSettings(top_entropy_quantile=0.25))
+    made = update(accelerator=Processes(), settings=LossSettings(top_entropy_quantile=0.25))
     known = torch.cat([torch.tensor([0.1, 0.2, 0.3]), others])
     assert made._entropy_threshold(entropies, mask) == torch.quantile(known, 0.75)
-    made.loss_settings = LossSettings()
+    made.settings = LossSettings()
     assert made._entropy_threshold(entropies, mask) is None
 
 
@@ -285,42 +237,18 @@ def test_a_step_s_figures_are_of_the_rows_of_all_processes_and_reported_once():
         def gather(self, tensor):
             return torch.cat([tensor, other.extremes[None]])
 
-    made = update(accelerator=Processes(), args=SimpleNamespace(steps_per_generation=1))
+    made = update(accelerator=Processes())
     moved = policy.clone()
     moved[0] += 1
     # In the other process all three rows are clipped.
     one_step(made, rows_of(mask, old_per_token_logps=policy), policy + 1, torch.full_like(policy, 2.0))
-    other, made._tally = made._tally.figures, StepTally()
+    other, made.tally = made.tally.figures, StepTally()
     one_step(made, rows_of(mask, old_per_token_logps=policy), moved, torch.full_like(policy, 1.0))
-    made._finish_step(made._tally)
-    found = {name: value for name, (value,) in made._metrics["train"].items()}
+    made.finish(made.tally)
+    found = {name: value for name, (value,) in made.metrics.items()}
     assert found["entropy"] == pytest.approx(1.5) and found["clip_ratio/region_mean"] == pytest.approx(4 / 6)
     assert found["clip_ratio/high_max"] == 1.0 and found["clip_ratio/low_min"] == 0.0
     assert "kl" not in found and "entropy_coef" not in found
-
-
-@pytest.mark.parametrize("packs", [True, False])
-@pytest.mark.parametrize("fails", [True, False])
-def test_what_trl_reads_is_as_before_after_the_rollouts(monkeypatch, packs, fails):
-    seen = []
-
-    def generate(self, inputs):
-        seen.append((self.num_iterations, self.beta))
-        if fails:
-            raise CheckFailed("no server answers")
-        return {"of": inputs}
-
-    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", generate)
-    keys = ["--train.micro_batch_tokens=104"] if packs else []
-    made = Step.__new__(Step)
-    made.config, made._dropouts = load_config(CONFIG, keys), []
-    made.num_iterations, made.beta = 3, 0.04
-    made._drop_flat_groups = lambda output: seen.append(output)
-    with pytest.raises(CheckFailed) if fails else contextlib.nullcontext():
-        assert made._generate_and_score_completions("rows") == {"of": "rows"}
-    # By these it decides whether it passes over the batch for old log-probs and for the reference's.
-    assert seen == [(1, 0.0 if packs else 0.04), {"of": "rows"}][: 2 - fails]
-    assert (made.num_iterations, made.beta) == (3, 0.04)
 
 
 def padded(prompts: list[list[int]], lengths: list[int]) -> dict:
@@ -343,7 +271,7 @@ def test_a_plan_keeps_the_budget_by_the_real_tokens_of_the_padded_rows(seed, sha
     contents = [[draw.randint(1, 3) for _ in range(draw.choice([1, 2, 3, 40]))] for _ in range(5)]
     prompts = [one for one in contents for _ in range(4)]
     lengths = [draw.randint(1, 24) for _ in prompts]
-    plan = made._plan(padded(prompts, lengths))
+    plan = made.plan(padded(prompts, lengths))
     assert sorted(row for rows in plan for row in rows) == list(range(20))
     for rows in plan:
         seen = [tuple(prompts[row]) for row in rows]
@@ -383,7 +311,7 @@ def test_only_the_last_micro_batch_exchanges_gradients_and_its_backward_is_left_
         yield
         silent.pop()
 
-    def loss(model, part, step_rows):
+    def loss(model, part, step_rows, step_tokens):
         assert step_rows == 6
         seen.append(("forward", part["completion_ids"][:, 0].tolist(), bool(silent)))
         return (weight * part["advantages"]).sum() / step_rows
@@ -395,16 +323,15 @@ def test_only_the_last_micro_batch_exchanges_gradients_and_its_backward_is_left_
     plan = [[2, 5], [0, 1, 4], [3]] if micro_batches == 3 else [[0, 1, 2, 3, 4, 5]]
     made = update(
         "--train.micro_batch_tokens=104",
-        accelerator=SimpleNamespace(no_sync=no_sync, backward=backward, sync_gradients=False),
-        _plan=lambda inputs: plan,
-        _add_reference=lambda parts: None,
-        _loss_of_rows=loss,
+        accelerator=SimpleNamespace(no_sync=no_sync, backward=backward, sync_gradients=False, num_processes=1),
     )
+    made.plan, made.loss_of_rows = lambda inputs: plan, loss
     advantages = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
     inputs = {"completion_ids": torch.arange(6)[:, None].expand(6, 2), "advantages": advantages}
+    inputs["num_items_in_batch"] = torch.tensor(12)
     with torch.no_grad():
         weight += 1
-    found = made.compute_loss(None, inputs)
+    found = made.loss(None, inputs, 1)
     assert found.item() == pytest.approx(advantages.mean().item()), "the value is that of all rows"
     found.backward()
     wanted = []

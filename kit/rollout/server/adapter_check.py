@@ -6,31 +6,17 @@ Names and shapes come from the file's header: no tensor is read, and neither tor
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kit.core import checkpoint_files, lora
 from kit.core.checkpoint_files import Header
-from kit.rollout.server.quantized_fold import QUANT_CFG
+from kit.rollout.protocol import CONFIG, QUANT_CFG, TENSORS, WEIGHTS
 
 NOT_LAYERS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
-PREFIX = "base_model.model."
 DTYPES = ("BF16", "F16", "F32")
 
 
 class Refused(Exception):
     """Adapter that this server cannot serve as the trainer computes it; the message is the reason and the fix."""
-
-
-@dataclass(frozen=True)
-class AdapterFile:
-    """Header of an adapter: `shapes` {tensor name: shape}, `dtypes` {tensor name: safetensors type}; `quant_cfg` is
-    the format that it was trained in, if the file records one."""
-
-    directory: Path
-    config: dict
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, str]
-    quant_cfg: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,30 +37,34 @@ def read_header(path: Path) -> Header:
     """Header of a safetensors file; `Refused` if the file is missing, truncated or not a safetensors file."""
     try:
         return checkpoint_files.read_header(path)
-    except FileNotFoundError:
-        raise Refused(f"{path} does not exist as this server sees it: {_SHARE}") from None
-    except PermissionError:
-        raise Refused(f"{path} may not be read by this server's user: {_SHARE}") from None
+    except (FileNotFoundError, PermissionError) as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        reason = "does not exist as this server sees it" if is_missing else "may not be read by this server's user"
+        share = "share the run directory with it under the same path, or set rollout.transport to body."
+        raise Refused(f"{path} {reason}: {share}") from None
     except (OSError, ValueError) as error:
         raise Refused(f"{path} is not a whole safetensors file: {error}. Write it again.") from None
 
 
-_SHARE = "share the run directory with it under the same path, or set rollout.transport to body."
+@dataclass(frozen=True)
+class AdapterFacts:
+    """An adapter without its tensors."""
+
+    directory: Path
+    config: dict
+    header: Header
 
 
-def read_adapter(directory: Path) -> AdapterFile:
+def read_adapter(directory: Path) -> AdapterFacts:
     """Read header and configuration of a peft adapter directory; `Refused` if one is missing or broken."""
-    directory = Path(directory)
-    header = read_header(directory / "adapter_model.safetensors")
+    header = read_header(directory / WEIGHTS)
     try:
-        config = json.loads((directory / "adapter_config.json").read_text())
+        config = json.loads((directory / CONFIG).read_text())
         if not isinstance(config, dict):
             raise ValueError("it holds no object")
     except (OSError, ValueError) as error:
-        raise Refused(f"{directory}/adapter_config.json cannot be read: {error}. Write the adapter again.") from None
-    shapes = {name: shape for name, (_, shape) in header.tensors.items()}
-    dtypes = {name: dtype for name, (dtype, _) in header.tensors.items()}
-    return AdapterFile(directory, config, shapes, dtypes, header.metadata.get(QUANT_CFG))
+        raise Refused(f"{directory}/{CONFIG} cannot be read: {error}. Write the adapter again.") from None
+    return AdapterFacts(directory, config, header)
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:
@@ -83,7 +73,7 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:
     Empty if `directory` holds no safetensors file.
     """
     found = {}
-    for file in sorted(Path(directory).glob("*.safetensors")):
+    for file in sorted(directory.glob("*.safetensors")):
         for name, (_, shape) in read_header(file).tensors.items():
             module, _, leaf = name.rpartition(".")
             if leaf == "weight" and len(shape) == 2 and module.split(".")[-1] not in NOT_LAYERS:
@@ -91,12 +81,12 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def check(adapter: AdapterFile, room: Room, quant_cfg: str | None = None) -> None:
+def check(adapter: AdapterFacts, room: Room, quant_cfg: str | None = None) -> None:
     """`Refused`, with all reasons at once, if `adapter` is not a plain LoRA that fits into `room`, or was trained in
     another format than the server's `quant_cfg`."""
     reasons = [*_configured(adapter.config, room), *_tensors(adapter, room)]
-    if adapter.quant_cfg != quant_cfg:
-        trained, served = (name or "the unquantized policy" for name in (adapter.quant_cfg, quant_cfg))
+    if (own := adapter.header.metadata.get(QUANT_CFG)) != quant_cfg:
+        trained, served = (name or "the unquantized policy" for name in (own, quant_cfg))
         reasons.append(
             f"it was trained as {trained}, this server samples from {served}: start the server with the run's "
             "configuration"
@@ -114,19 +104,19 @@ def _configured(config: dict, room: Room) -> list[str]:
     return found
 
 
-def _tensors(adapter: AdapterFile, room: Room) -> list[str]:
-    if not adapter.shapes:
+def _tensors(adapter: AdapterFacts, room: Room) -> list[str]:
+    if not adapter.header.tensors:
         return ["it holds no tensor"]
     found: list[str] = []
     layers: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in adapter.shapes.items():
-        module, _, factor = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
-        if factor not in ("lora_A", "lora_B") or not name.endswith(".weight") or not name.startswith(PREFIX):
+    for name, (dtype, shape) in adapter.header.tensors.items():
+        module, _, factor = name.removeprefix(TENSORS).removesuffix(".weight").rpartition(".")
+        if factor not in ("lora_A", "lora_B") or not name.endswith(".weight") or not name.startswith(TENSORS):
             found.append(f"{name} is not lora_A or lora_B of a linear layer; train with a plain LoraConfig")
         elif module.split(".")[-1] in NOT_LAYERS:
             found.append(f"it adapts {module}; embeddings and the output layer are served unadapted, leave it out")
-        elif adapter.dtypes[name] not in DTYPES:
-            found.append(f"{name} is of type {adapter.dtypes[name]}, not {', '.join(DTYPES)}")
+        elif dtype not in DTYPES:
+            found.append(f"{name} is of type {dtype}, not {', '.join(DTYPES)}")
         else:
             layers.setdefault(module, {})[factor] = shape
     for module, factors in layers.items():
@@ -147,10 +137,6 @@ def _layer(module: str, factors: dict[str, tuple[int, ...]], config: dict, room:
     if room.max_rank is not None and a[0] > room.max_rank:
         return [f"{module} has rank {a[0]}, the server was started with --max-lora-rank {room.max_rank}"]
     # peft scales by alpha over the configured rank; with patterns the worker looks up the module's own.
-    if not config.get("rank_pattern") and _is_other_rank(config.get("r"), a[0]):
+    if not config.get("rank_pattern") and (not isinstance(config.get("r"), int) or config["r"] != a[0]):
         return [f"{module} has rank {a[0]}, adapter_config.json says {config.get('r')}"]
     return []
-
-
-def _is_other_rank(configured: Any, rank: int) -> bool:
-    return not isinstance(configured, int) or configured != rank

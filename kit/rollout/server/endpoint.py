@@ -17,27 +17,55 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kit.core.tokenizer_hash import tokenizer_hash
-from kit.rollout.replica import PREFIX, PROTOCOL, decode_ids, encode_floats, encode_ids
+from kit.rollout.protocol import (
+    BINARY,
+    CONFIG,
+    CONFIG_TEXT,
+    NUMBERS,
+    PREFIX,
+    PROTOCOL,
+    ROUTES,
+    STAGE_QUERY,
+    WAYS,
+    WEIGHTS,
+    Info,
+    Served,
+    decode_ids,
+    encode_floats,
+    encode_ids,
+)
 from kit.rollout.server.adapter_check import Refused, read_header
-from kit.rollout.server.versions import COPIES, NF4_COPY, Problem, Version, Versions
+from kit.rollout.server.versions import COPIES, NF4_COPY, Failure, Version, Versions
+from kit.rollout.server.vllm_types import (
+    CompletionOutput,
+    Engine,
+    FlatLogprobs,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+)
 
-WAYS = ("adapter", "remerge")
-SAMPLING = {"n": int, "max_tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int}
+if TYPE_CHECKING:
+    import torch
+    from fastapi import FastAPI
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RolloutEndpoint:
     """ASGI middleware that adds the routes once to the application it is installed in and forwards every request."""
 
-    def __init__(self, app: Callable):
+    def __init__(self, app: "ASGIApp"):
         self.app = app
         self._is_attached = False
 
-    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         # The application is in the scope; the constructor only gets the next middleware.
         if not self._is_attached and scope.get("app") is not None:
             attach(scope["app"])
@@ -45,7 +73,7 @@ class RolloutEndpoint:
         await self.app(scope, receive, send)
 
 
-def attach(app: Any) -> None:
+def attach(app: "FastAPI") -> None:
     """Add the routes to vLLM's FastAPI application; `RuntimeError` if its servers would not share one state or
     `NF4_COPY` in the environment has an unknown value."""
     if nf4_copy() not in COPIES:
@@ -59,22 +87,19 @@ def attach(app: Any) -> None:
             "without --api-server-count and --data-parallel-size."
         )
     routes = Routes(app)
-    for method, action in (
-        ("GET", "info"),
-        *(("POST", name) for name in ("generate", "score", "stage", "activate", "discard", "noise", "sleep", "wake")),
-    ):
+    for action, method in ROUTES.items():
         app.router.add_route(f"{PREFIX}/{action}", routes.handler(action), methods=[method])
 
 
 class Routes:
     """Handlers of one server. vLLM's engine is looked up on the first request: it is set after startup."""
 
-    def __init__(self, app: Any):
+    def __init__(self, app: "FastAPI"):
         self.app = app
         self._numbers = itertools.count()
 
     @functools.cached_property
-    def engine(self) -> Any:
+    def engine(self) -> Engine:
         return self.app.state.engine_client
 
     @functools.cached_property
@@ -87,18 +112,18 @@ class Routes:
     def vocab_size(self) -> int:
         return self.engine.vllm_config.model_config.get_vocab_size()
 
-    def handler(self, action: str) -> Callable[[Any], Awaitable[Any]]:
+    def handler(self, action: str) -> "Callable[[Request], Awaitable[Response]]":
         """Make the handler of `action`: its answer as JSON, every failure as {"error": sentence} with its status."""
         from starlette.requests import Request
         from starlette.responses import JSONResponse
 
         act = getattr(self, action)
 
-        async def handle(request: Request) -> Any:
+        async def handle(request: Request) -> JSONResponse:
             try:
                 return JSONResponse(await act(request))
-            except Problem as problem:
-                return JSONResponse({"error": problem.text}, problem.status)
+            except Failure as failed:
+                return JSONResponse({"error": failed.text}, failed.status)
             except ClientGone:
                 return JSONResponse({"error": "the client hung up."}, 499)
             except Exception as error:  # the client gets the message that is in vLLM's log
@@ -108,7 +133,7 @@ class Routes:
 
     # GET /v1/rollout/info
 
-    async def info(self, request: Any) -> dict:
+    async def info(self, request: "Request") -> Info:
         """Return what this server holds, serves and supports."""
         config, versions = self.engine.vllm_config, self.versions
         ways, refused, modules = await versions.ways()
@@ -131,7 +156,7 @@ class Routes:
             "refused": refused,
             "max_lora_rank": versions.max_lora_rank,
             "modules": modules,
-            "served": served and {"way": served.way, "session": served.session, "version": served.version},
+            "served": Served(way=served.way, session=served.session, version=served.version) if served else None,
             "noise": versions.noise,
             "damaged": versions.damaged,
             "sleep_enabled": bool(config.model_config.enable_sleep_mode),
@@ -150,34 +175,34 @@ class Routes:
 
     # POST /v1/rollout/generate and score
 
-    async def generate(self, request: Any) -> dict:
+    async def generate(self, request: "Request") -> dict:
         """Return n samples of one prompt from the named version."""
         body = await read_object(request)
         ids = self._ids(body.get("token_ids"), "token_ids")
-        for key, kind in SAMPLING.items():
+        for key, kind in NUMBERS.items():
             if not isinstance(body.get(key), kind) or isinstance(body[key], bool):
-                raise Problem(400, f"{key} must be a number, it is {body.get(key)!r:.60}.")
+                raise Failure(400, f"{key} must be a number, it is {body.get(key)!r:.60}.")
         stops = body.get("stop_token_ids") or []
         if not isinstance(stops, list) or not all(isinstance(one, int) for one in stops):
-            raise Problem(400, f"stop_token_ids must be a list of token ids, it is {stops!r:.60}.")
+            raise Failure(400, f"stop_token_ids must be a list of token ids, it is {stops!r:.60}.")
         self._check_sizes(len(ids), body["n"], body["max_tokens"])
         served = self.versions.serving(*version_of(body))
-        sampling = {key: body[key] for key in SAMPLING}
+        sampling = {key: body[key] for key in NUMBERS}
         params = sampling_params(**sampling, stop_token_ids=stops, logprobs=0)
         (output,) = await self._engine_outputs(request, [ids], params, served, str(body.get("request_id") or "none"))
         samples = [sample(one) for one in sorted(output.outputs, key=lambda one: one.index)]
         return {"version": served and served.version, "samples": samples}
 
-    async def score(self, request: Any) -> dict:
+    async def score(self, request: "Request") -> dict:
         """Return log-probs of given sequences, each token given those before it, at temperature 1."""
         body = await read_object(request)
         sequences = body.get("sequences")
         if not isinstance(sequences, list) or not sequences:
-            raise Problem(400, "sequences must be a list of token id sequences.")
+            raise Failure(400, "sequences must be a list of token id sequences.")
         ids = [self._ids(text, f"sequences[{place}]") for place, text in enumerate(sequences)]
         for one in ids:
             if len(one) < 2:
-                raise Problem(400, "a sequence of one token has nothing to score.")
+                raise Failure(400, "a sequence of one token has nothing to score.")
             self._check_sizes(len(one), 1, 1)
         served = self.versions.serving(*version_of(body), may_be_base=True)
         params = sampling_params(n=1, max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -193,32 +218,32 @@ class Routes:
         try:
             ids = decode_ids(text)
         except ValueError as error:
-            raise Problem(400, f"{where} is not base64 of int32 token ids: {error}.") from None
+            raise Failure(400, f"{where} is not base64 of int32 token ids: {error}.") from None
         if not len(ids):
-            raise Problem(400, f"{where} is empty.")
+            raise Failure(400, f"{where} is empty.")
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             wrong = int(ids.min() if ids.min() < 0 else ids.max())
-            raise Problem(400, f"{where} holds the id {wrong}, the served model has {self.vocab_size} tokens.")
+            raise Failure(400, f"{where} holds the id {wrong}, the served model has {self.vocab_size} tokens.")
         return ids.tolist()
 
     def _check_sizes(self, length: int, n: int, max_tokens: int) -> None:
         config = self.engine.vllm_config
         longest, most = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
         if n < 1 or max_tokens < 1:
-            raise Problem(400, f"n ({n}) and max_tokens ({max_tokens}) must be at least 1.")
+            raise Failure(400, f"n ({n}) and max_tokens ({max_tokens}) must be at least 1.")
         if n > most:
-            raise Problem(400, f"n ({n}) is above the server's --max-num-seqs {most}. Start it with {n} or more.")
+            raise Failure(400, f"n ({n}) is above the server's --max-num-seqs {most}. Start it with {n} or more.")
         if length + max_tokens > longest:
-            raise Problem(
+            raise Failure(
                 400,
                 f"{length} tokens and {max_tokens} new ones are more than the server's --max-model-len {longest}. "
                 f"Start it with {length + max_tokens} or more.",
             )
 
     async def _engine_outputs(
-        self, request: Any, prompts: list[list[int]], params: Any, served: Version | None, name: str
-    ) -> list[Any]:
-        """Return vLLM's final output per prompt; `Problem` if the weights changed or a request was aborted."""
+        self, request: "Request", prompts: list[list[int]], params: SamplingParams, served: Version | None, name: str
+    ) -> list[RequestOutput]:
+        """Return vLLM's final output per prompt; `Failure` if the weights changed or a request was aborted."""
         epoch = self.versions.epoch
         under_way = served.requests if served else set()
         work = asyncio.ensure_future(self._all_outputs(prompts, params, served and served.lora, name))
@@ -229,15 +254,17 @@ class Routes:
             if served is None or not served.is_gone:
                 raise
             other = self.versions.other_trainer(served.session)
-            raise Problem(409, f"{served.name} was discarded during this request.{other}") from None
+            raise Failure(409, f"{served.name} was discarded during this request.{other}") from None
         except (ValueError, TypeError) as error:  # raised by vLLM's own request validation
-            raise Problem(400, f"vLLM refuses the request: {error}") from None
+            raise Failure(400, f"vLLM refuses the request: {error}") from None
         finally:
             under_way.discard(work)
         self.versions.check_epoch(epoch, served and served.session)
         return outputs
 
-    async def _all_outputs(self, prompts: list[list[int]], params: Any, lora: Any, name: str) -> list[Any]:
+    async def _all_outputs(
+        self, prompts: list[list[int]], params: SamplingParams, lora: LoRARequest | None, name: str
+    ) -> list[RequestOutput]:
         """Return the outputs in the order of `prompts`; one failure cancels the others."""
         tasks = [
             asyncio.ensure_future(
@@ -254,63 +281,63 @@ class Routes:
 
     # POST /v1/rollout/stage, activate, discard, noise, sleep, wake
 
-    async def stage(self, request: Any) -> dict:
+    async def stage(self, request: "Request") -> dict:
         """Load an adapter version from a directory or from the body, without serving it."""
         query = request.query_params
-        if missing := [key for key in ("way", "run", "session", "version", "base_hash") if not query.get(key)]:
-            raise Problem(400, f"stage needs the query parameters {', '.join(missing)}.")
+        if missing := [key for key in STAGE_QUERY if not query.get(key)]:
+            raise Failure(400, f"stage needs the query parameters {', '.join(missing)}.")
         way, version = query["way"], query["version"]
         if way not in WAYS or not version.isdecimal():
-            raise Problem(400, f"way ({way}) must be one of {', '.join(WAYS)}, version ({version}) a number.")
-        is_private = request.headers.get("content-type", "").startswith("application/octet-stream")
+            raise Failure(400, f"way ({way}) must be one of {', '.join(WAYS)}, version ({version}) a number.")
+        is_private = request.headers.get("content-type", "").startswith(BINARY)
         directory = await self._receive(request) if is_private else await named_directory(request)
         arguments = (way, query["run"], query["session"], int(version), query["base_hash"])
         return {"seconds": await self.versions.stage(*arguments, directory, is_private)}
 
-    async def _receive(self, request: Any) -> Path:
+    async def _receive(self, request: "Request") -> Path:
         """Write the adapter from the body to a private directory; return the directory."""
         directory = self.versions.files.make()
         try:
-            with open(directory / "adapter_model.safetensors", "wb") as file:
+            with open(directory / WEIGHTS, "wb") as file:
                 async for chunk in request.stream():
                     file.write(chunk)
-            config = read_header(directory / "adapter_model.safetensors").metadata.get("adapter_config")
+            config = read_header(directory / WEIGHTS).metadata.get(CONFIG_TEXT)
             if config is None:
                 raise Refused("the body's metadata has no adapter_config: send the file as the trainer writes it.")
-            (directory / "adapter_config.json").write_text(config)
+            (directory / CONFIG).write_text(config)
         except BaseException as error:
             self.versions.files.remove(directory)
             if isinstance(error, Refused):
-                raise Problem(422, str(error)) from None
+                raise Failure(422, str(error)) from None
             raise
         return directory
 
-    async def activate(self, request: Any) -> dict:
+    async def activate(self, request: "Request") -> dict:
         """Serve a staged version."""
         started = time.perf_counter()
         seconds = await self.versions.activate(*named_version(await read_object(request)))
         return {"seconds": {**seconds, "total": time.perf_counter() - started}}
 
-    async def discard(self, request: Any) -> dict:
+    async def discard(self, request: "Request") -> dict:
         """Discard a staged version."""
         await self.versions.discard(*named_version(await read_object(request)))
         return {}
 
-    async def noise(self, request: Any) -> dict:
+    async def noise(self, request: "Request") -> dict:
         """Add noise to the norms of the served version, until another is activated."""
         body = await read_object(request)
         sigma, seed = body.get("sigma"), body.get("seed")
         if isinstance(sigma, bool) or not isinstance(sigma, int | float) or not 0 <= sigma < 1:
-            raise Problem(400, f"sigma must be a number from 0 to below 1, it is {sigma!r:.60}.")
+            raise Failure(400, f"sigma must be a number from 0 to below 1, it is {sigma!r:.60}.")
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise Problem(400, f"seed must be a whole number, it is {seed!r:.60}.")
+            raise Failure(400, f"seed must be a whole number, it is {seed!r:.60}.")
         return {"seconds": await self.versions.set_noise(*named_version(body), float(sigma), seed)}
 
-    async def sleep(self, request: Any) -> dict:
+    async def sleep(self, request: "Request") -> dict:
         """Free the GPU memory."""
         return {"seconds": await self.versions.sleep()}
 
-    async def wake(self, request: Any) -> dict:
+    async def wake(self, request: "Request") -> dict:
         """Restore weights and KV cache."""
         return {"seconds": await self.versions.wake()}
 
@@ -319,7 +346,7 @@ class ClientGone(Exception):
     """The client closed its connection before the answer was ready."""
 
 
-async def unless_gone(request: Any, work: asyncio.Future) -> Any:
+async def unless_gone(request: "Request", work: asyncio.Future) -> list[RequestOutput]:
     """Return the result of `work`, which is cancelled (and aborted in the engine) if the client disconnects."""
 
     async def gone() -> None:
@@ -340,8 +367,10 @@ async def unless_gone(request: Any, work: asyncio.Future) -> Any:
                     await task
 
 
-async def final_output(engine: Any, ids: list[int], params: Any, request_id: str, lora: Any) -> Any:
-    """Return vLLM's single RequestOutput of a prompt; `Problem` 503 if the engine aborted it."""
+async def final_output(
+    engine: Engine, ids: list[int], params: SamplingParams, request_id: str, lora: LoRARequest | None
+) -> RequestOutput:
+    """Return vLLM's single RequestOutput of a prompt; `Failure` 503 if the engine aborted it."""
     output = None
     # The rendered form of a token prompt: vLLM's renderer would only wrap the ids this way.
     prompt = {"type": "token", "prompt_token_ids": ids}
@@ -349,11 +378,11 @@ async def final_output(engine: Any, ids: list[int], params: Any, request_id: str
         output = answer
     reasons = {one.finish_reason for one in output.outputs} if output is not None else {"nothing"}
     if not reasons <= {"stop", "length"}:
-        raise Problem(503, f"vLLM ended the request with {', '.join(sorted(map(str, reasons)))}.")
+        raise Failure(503, f"vLLM ended the request with {', '.join(sorted(map(str, reasons)))}.")
     return output
 
 
-def sampling_params(**options: Any) -> Any:
+def sampling_params(**options: Any) -> SamplingParams:
     """Build vLLM's SamplingParams for a single final output: token ids and log-probs, no text."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -361,7 +390,7 @@ def sampling_params(**options: Any) -> Any:
     return SamplingParams(**options, **fixed)
 
 
-def sample(output: Any) -> dict:
+def sample(output: CompletionOutput) -> dict:
     """Encode one completion for the wire."""
     count = len(output.token_ids)
     return {
@@ -371,7 +400,7 @@ def sample(output: Any) -> dict:
     }
 
 
-def flat_floats(flat: Any, positions: int, empty: int) -> np.ndarray:
+def flat_floats(flat: FlatLogprobs, positions: int, empty: int) -> np.ndarray:
     """Return (positions - empty,) float32: the first log-prob of every position of vLLM's FlatLogprobs, which is that
     of the sampled or given token; the first `empty` positions have none."""
     if len(flat.start_indices) != positions:
@@ -381,22 +410,22 @@ def flat_floats(flat: Any, positions: int, empty: int) -> np.ndarray:
     return values if len(values) == wanted else values[np.asarray(flat.start_indices[empty:])]
 
 
-async def read_object(request: Any) -> dict:
-    """Parse the JSON object of a request; `Problem` 400 if there is none."""
+async def read_object(request: "Request") -> dict:
+    """Parse the JSON object of a request; `Failure` 400 if there is none."""
     try:
         body = json.loads(await request.body())
         if not isinstance(body, dict):
             raise ValueError("it is not an object")
     except ValueError as error:
-        raise Problem(400, f"the body is not a JSON object: {error}.") from None
+        raise Failure(400, f"the body is not a JSON object: {error}.") from None
     return body
 
 
-async def named_directory(request: Any) -> Path:
+async def named_directory(request: "Request") -> Path:
     """Return the absolute directory that a stage request names."""
     path = (await read_object(request)).get("path")
     if not isinstance(path, str) or not Path(path).is_absolute():
-        raise Problem(400, f"path must be an absolute directory, it is {path!r:.80}.")
+        raise Failure(400, f"path must be an absolute directory, it is {path!r:.80}.")
     return Path(path)
 
 
@@ -406,7 +435,7 @@ def version_of(body: dict) -> tuple[str | None, int | None]:
     if session is None and version is None:
         return None, None
     if not isinstance(session, str) or not isinstance(version, int):
-        raise Problem(400, f"session ({session!r:.40}) must be text and version ({version!r:.40}) a number.")
+        raise Failure(400, f"session ({session!r:.40}) must be text and version ({version!r:.40}) a number.")
     return session, version
 
 
@@ -414,7 +443,7 @@ def named_version(body: dict) -> tuple[str, int]:
     """Return the (session, version) of a request that must name one."""
     session, version = version_of(body)
     if session is None:
-        raise Problem(400, "session and version are missing.")
+        raise Failure(400, "session and version are missing.")
     return session, version
 
 
@@ -432,7 +461,7 @@ def nf4_copy() -> str:
     return os.environ.get(NF4_COPY, "gpu")
 
 
-def unquantized(dtype: Any) -> str:
+def unquantized(dtype: "torch.dtype | str") -> str:
     """Name of unquantized weights: bf16, or the dtype's own name (float32)."""
     name = str(dtype).removeprefix("torch.")
     return "bf16" if name == "bfloat16" else name

@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING, Any
 from kit.core.checkpoint_files import read_header
 from kit.core.formats import TRAINED, QuantFormat
 from kit.core.limits import FOLD_CHUNK
+from kit.rollout.protocol import INPUT_PEAKS, QUANT_CFG, WEIGHTS
 
 if TYPE_CHECKING:
     import torch
 
     from kit.rollout.server.remerge import Linear
-
-QUANT_CFG = "quant_cfg"  # key of vLLM's additional_config, which is part of its compilation cache key
-INPUT_PEAKS = "input_peaks"  # metadata key of the adapter file that the trainer sends: {layer: largest |input|}
 
 
 def format_of(vllm_config: Any) -> QuantFormat | None:
@@ -125,7 +123,7 @@ def quantize_rows(weight: "torch.Tensor", fmt: QuantFormat, peak: "torch.Tensor 
 
 def read_input_peaks(directory: Path, linears: "list[Linear]") -> dict[str, float]:
     """Read {layer: largest |input|} from an adapter's file; `ValueError` unless it has every layer of the worker."""
-    peaks = json.loads(read_header(directory / "adapter_model.safetensors").metadata.get(INPUT_PEAKS, "{}"))
+    peaks = json.loads(read_header(directory / WEIGHTS).metadata.get(INPUT_PEAKS, "{}"))
     names = [part.name for linear in linears for part in linear.parts]
     if missing := [name for name in names if not 0 < peaks.get(name, 0) < float("inf")]:
         raise ValueError(

@@ -12,24 +12,32 @@ pinned host memory. Not covered: experts, embeddings and the output layer, pipel
 kernel (GPUs older than Ada: no FP8 arithmetic). Written for vllm 0.26 to 0.31.
 """
 
+import contextlib
 import functools
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kit.core import limits, lora
+from kit.core.checkpoint_files import read_header
 from kit.core.formats import QuantFormat, fitted
 from kit.rollout.noise import Noise, NoisyNorms
+from kit.rollout.protocol import CONFIG, TENSORS, WEIGHTS
 from kit.rollout.server import base_copy, quantized_fold
+from kit.rollout.server.vllm_types import LinearLayer, ModelRunner, VllmConfig, Worker
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK_SIZE = 64
 READERS = 4  # threads that read an adapter's file
-_pinned: list[Any] = []  # see _host_buffer
+_pinned: "list[torch.Tensor]" = []  # see _host_buffer
 
 
 @dataclass
@@ -52,12 +60,20 @@ class Linear:
     (rows·columns/2) is uint8 and `absmax` (rows·columns/64) float32; otherwise see `base_copy.py`."""
 
     name: str
-    layer: Any
+    layer: LinearLayer
     rows: int
     columns: int
     parts: list[Part]
-    packed: Any = None
-    absmax: Any = None
+    packed: "torch.Tensor | None" = None
+    absmax: "torch.Tensor | None" = None
+
+
+class Factors(NamedTuple):
+    """Update of one Hugging Face layer on this worker: scale · b · a."""
+
+    a: "torch.Tensor"  # (r, columns)
+    b: "torch.Tensor"  # (rows, r)
+    scale: float
 
 
 @dataclass
@@ -65,7 +81,7 @@ class Staged:
     """An adapter's factors by layer, from `read_adapter`, and the layers' largest |input| from calibration (formats
     with static activations)."""
 
-    factors: dict[str, tuple]
+    factors: dict[str, Factors]
     input_peaks: dict[str, float] = field(default_factory=dict)
 
 
@@ -74,8 +90,8 @@ class State:
     """State that the extension keeps on a worker between calls."""
 
     linears: list[Linear]
-    dtype: Any  # dtype that the copy dequantizes to
-    code: Any  # the 16 values of NF4; None for another base
+    dtype: "torch.dtype"  # dtype that the copy dequantizes to
+    code: "torch.Tensor | None"  # the 16 values of NF4; None for another base
     format: QuantFormat | None = None
     staged: dict[str, Staged] = field(default_factory=dict)
     active: str | None = None
@@ -90,9 +106,9 @@ class Remerge:
     on the server.
     """
 
-    model_runner: Any  # this and the next two are the worker's
-    device: Any
-    vllm_config: Any
+    model_runner: ModelRunner  # this and the next two are the worker's
+    device: "torch.device"
+    vllm_config: VllmConfig
 
     def remerge_describe(self) -> dict:
         """Return the layers that an adapter may target, by their Hugging Face names."""
@@ -104,7 +120,6 @@ class Remerge:
     def remerge_setup(self, base_dir: str, copy: str) -> dict:
         """Read this worker's shard of the base's copy; `copy` says where it is kept, gpu or host. With a quantization
         format, also serve the base in that format; no request may be in flight."""
-        import torch
 
         started = time.perf_counter()
         linears = find_linears(self.model_runner.model)
@@ -129,7 +144,7 @@ class Remerge:
         except Exception as error:
             return {"error": f"the base cannot be quantized: {type(error).__name__}: {error}"}
         self._remerge = state
-        _synchronize(torch, self.device)
+        _synchronize(self.device)
         size = sum(part.nbytes for linear in linears for part in (linear.packed, linear.absmax) if part is not None)
         return {"linears": len(linears), "gib": size / 2**30, "seconds": time.perf_counter() - started}
 
@@ -152,7 +167,6 @@ class Remerge:
 
         No request may be in flight.
         """
-        import torch
 
         state = getattr(self, "_remerge", None)
         if state is None or key not in state.staged:
@@ -162,7 +176,7 @@ class Remerge:
             if state.norms is not None:
                 state.norms.set(None)
             _write_weights(self, state, state.staged[key])
-            _synchronize(torch, self.device)
+            _synchronize(self.device)
         except Exception as error:
             return {"error": f"folding {key} in failed: {type(error).__name__}: {error}"}
         state.active = key
@@ -191,7 +205,7 @@ class Remerge:
         return {}
 
 
-def find_linears(model: Any) -> list[Linear]:
+def find_linears(model: "torch.nn.Module") -> list[Linear]:
     """Find a worker's linear layers and, for each, the Hugging Face layers that it consists of."""
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
@@ -225,14 +239,14 @@ def find_linears(model: Any) -> list[Linear]:
     return found
 
 
-def nf4_code(device: Any) -> Any:
+def nf4_code(device: "torch.device") -> "torch.Tensor":
     """The 16 values of NF4, (16,) float32."""
     from bitsandbytes.functional import get_4bit_type
 
     return get_4bit_type("nf4", device=device)
 
 
-def read_copy(directory: Path, linears: list[Linear], device: Any, copy: str) -> Any:
+def read_copy(directory: Path, linears: list[Linear], device: "torch.device", copy: str) -> "torch.dtype":
     """Read every linear's NF4 copy; return the dtype that it dequantizes to.
 
     `ValueError` if a layer has no copy or its shard does not fall on block boundaries.
@@ -245,7 +259,7 @@ def read_copy(directory: Path, linears: list[Linear], device: Any, copy: str) ->
     index = json.loads((directory / "index.json").read_text())
     files: dict[str, Any] = {}
 
-    def read(tensor: str, file: str) -> Any:
+    def read(tensor: str, file: str) -> torch.Tensor:
         if file not in files:
             files[file] = safe_open(directory / file, framework="pt")
         return files[file].get_tensor(tensor)
@@ -278,24 +292,24 @@ def read_copy(directory: Path, linears: list[Linear], device: Any, copy: str) ->
     return dtype
 
 
-def _place(tensor: Any, device: Any, copy: str) -> Any:
+def _place(tensor: "torch.Tensor", device: "torch.device", copy: str) -> "torch.Tensor":
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory() if copy == "host" else tensor.to(device)
 
 
-def read_adapter(directory: Path, linears: list[Linear], device: Any) -> dict[str, tuple]:
+def read_adapter(directory: Path, linears: list[Linear], device: "torch.device") -> dict[str, Factors]:
     """Read {layer: (A (r, columns), B (rows, r), scale)} of this worker's shard, on its device, in the file's dtype.
 
     One read and one copy to the device for the whole file. `ValueError` for a tensor that belongs to no layer.
     """
-    config = json.loads((directory / "adapter_config.json").read_text())
-    tensors = read_tensors(directory / "adapter_model.safetensors", device)
-    adapter: dict[str, tuple] = {}
+    config = json.loads((directory / CONFIG).read_text())
+    tensors = read_tensors(directory / WEIGHTS, device)
+    adapter: dict[str, Factors] = {}
     for linear in linears:
         for part in linear.parts:
-            a = tensors.pop(f"base_model.model.{part.name}.lora_A.weight", None)
-            b = tensors.pop(f"base_model.model.{part.name}.lora_B.weight", None)
+            a = tensors.pop(f"{TENSORS}{part.name}.lora_A.weight", None)
+            b = tensors.pop(f"{TENSORS}{part.name}.lora_B.weight", None)
             if a is None and b is None:
                 continue
             if a is None or b is None:
@@ -308,37 +322,33 @@ def read_adapter(directory: Path, linears: list[Linear], device: Any) -> dict[st
             declared = lora.rank_of(config, part.name)
             if rank != declared:
                 raise ValueError(f"{part.name} has rank {rank}, adapter_config.json says {declared}")
-            adapter[part.name] = (a, b, lora.scale_of(config, part.name))
+            adapter[part.name] = Factors(a, b, lora.scale_of(config, part.name))
     if tensors:
         raise ValueError(f"this server has no place for {sorted(tensors)[0]} ({len(tensors)} such tensors)")
     return adapter
 
 
-def read_tensors(path: Path, device: Any) -> dict[str, Any]:
+def read_tensors(path: Path, device: "torch.device") -> "dict[str, torch.Tensor]":
     """Read the tensors of a safetensors file as views of one buffer on `device`; `ValueError` for a truncated file."""
     import torch
 
-    size = path.stat().st_size
-    content = _host_buffer(size, device)
-    is_whole = _read_into(memoryview(content.numpy()), path)
-    length = int.from_bytes(content[:8].numpy().tobytes(), "little") if is_whole and size >= 8 else -1
-    if not 0 < length <= size - 8:
-        raise ValueError(f"{path.name} is not a whole safetensors file")
-    header = json.loads(content[8 : 8 + length].numpy().tobytes())
-    header.pop("__metadata__", None)
-    if any(entry["data_offsets"][1] > size - 8 - length for entry in header.values()):
-        raise ValueError(f"{path.name} is not a whole safetensors file")
-    data = content[8 + length :].to(device, copy=True)
     dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    try:
+        header = read_header(path)
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not a whole safetensors file: {error}") from None
+    if other := [name for name, (kind, _) in header.tensors.items() if kind not in dtypes]:
+        raise ValueError(f"{other[0]} is of type {header.tensors[other[0]][0]}")
+    content = _host_buffer(size := path.stat().st_size, device)
+    if not _read_into(memoryview(content.numpy()), path):
+        raise ValueError(f"{path.name} is not a whole safetensors file")
+    sizes = [dtypes[kind].itemsize * math.prod(shape) for kind, shape in header.tensors.values()]
+    pieces = content[size - sum(sizes) :].to(device, copy=True).split(sizes)  # behind the header
     found = {}
-    for name, entry in header.items():
-        start, stop = entry["data_offsets"]
-        if entry["dtype"] not in dtypes:
-            raise ValueError(f"{name} is of type {entry['dtype']}")
-        piece = data[start:stop]
-        if start % 4:  # a view of another dtype needs an aligned start
+    for (name, (kind, shape)), piece in zip(header.tensors.items(), pieces, strict=True):
+        if piece.storage_offset() % 4:  # a view of another dtype needs an aligned start
             piece = piece.clone()
-        found[name] = piece.view(dtypes[entry["dtype"]]).view(entry["shape"])
+        found[name] = piece.view(dtypes[kind]).view(shape)
     return found
 
 
@@ -358,7 +368,7 @@ def _read_into(view: memoryview, path: Path) -> bool:
         return all(pool.map(read, range(0, size, piece)))
 
 
-def _host_buffer(size: int, device: Any) -> Any:
+def _host_buffer(size: int, device: "torch.device") -> "torch.Tensor":
     """Return (size,) uint8 in host memory; for a GPU, one reused pinned buffer: pinning takes longer than reading."""
     import torch
 
@@ -369,7 +379,7 @@ def _host_buffer(size: int, device: Any) -> Any:
     return _pinned[0][:size]
 
 
-def _write_weights(worker: Any, state: State, adapter: Staged) -> None:
+def _write_weights(worker: Worker, state: State, adapter: Staged) -> None:
     """Write every linear layer of a worker with an adapter, in place."""
     import torch
 
@@ -383,13 +393,21 @@ def _write_weights(worker: Any, state: State, adapter: Staged) -> None:
                 quantized_fold.set_input_peak(linear, adapter.input_peaks)
 
 
-def merged_weights(state: State, adapter: dict[str, tuple], device: Any) -> Iterator[tuple[Linear, Any]]:
+def merged_weights(
+    state: State, adapter: dict[str, Factors], device: "torch.device"
+) -> "Iterator[tuple[Linear, torch.Tensor]]":
     """Yield (linear, dequantize(copy) + s·B·A (rows, columns)) for every linear of the worker, rounded once."""
     for linear, packed, absmax in _on_device(state.linears, device):
         yield linear, merged_weight(linear, packed, absmax, state, adapter)
 
 
-def merged_weight(linear: Linear, packed: Any, absmax: Any, state: State, adapter: dict[str, tuple]) -> Any:
+def merged_weight(
+    linear: Linear,
+    packed: "torch.Tensor",
+    absmax: "torch.Tensor | None",
+    state: State,
+    adapter: dict[str, Factors],
+) -> "torch.Tensor":
     """Compute one linear's weight (rows, columns) with its parts' updates; for NF4 on a GPU, one kernel per part."""
     import torch
 
@@ -412,7 +430,13 @@ def merged_weight(linear: Linear, packed: Any, absmax: Any, state: State, adapte
     return weight
 
 
-def dequantize(packed: Any, absmax: Any, code: Any, shape: tuple[int, int], dtype: Any) -> Any:
+def dequantize(
+    packed: "torch.Tensor",
+    absmax: "torch.Tensor",
+    code: "torch.Tensor",
+    shape: tuple[int, int],
+    dtype: "torch.dtype",
+) -> "torch.Tensor":
     """Return the weight that the trainer's bitsandbytes computes with, (rows, columns) in `dtype`."""
     import torch
     from bitsandbytes.functional import QuantState, dequantize_4bit
@@ -423,14 +447,16 @@ def dequantize(packed: Any, absmax: Any, code: Any, shape: tuple[int, int], dtyp
     return dequantize_4bit(packed.view(-1, 1), state)
 
 
-def add_update(weight: Any, a: Any, b: Any, scale: float) -> None:
+def add_update(weight: "torch.Tensor", a: "torch.Tensor", b: "torch.Tensor", scale: float) -> None:
     """weight (rows, columns) += scale · b · a, in place, some rows at a time: summed in float32, rounded once."""
     step = max(1, limits.FOLD_CHUNK // weight.shape[1])
     for rows in (slice(at, at + step) for at in range(0, len(weight), step)):
         weight[rows] = weight[rows].float() + scale * (b[rows].float() @ a.float())
 
 
-def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any, Any]]:
+def _on_device(
+    linears: list[Linear], device: "torch.device"
+) -> "Iterator[tuple[Linear, torch.Tensor, torch.Tensor | None]]":
     """Yield every linear with its copy on the device; copies in host memory are fetched one layer ahead."""
     import torch
 
@@ -459,7 +485,7 @@ def _on_device(linears: list[Linear], device: Any) -> Iterator[tuple[Linear, Any
         yield linear, packed, absmax
 
 
-def write_weight(layer: Any, weight: Any) -> None:
+def write_weight(layer: LinearLayer, weight: "torch.Tensor") -> None:
     """Make a vLLM layer compute with `weight` (rows, columns), applying the layer's own quantization.
 
     On a GPU every parameter keeps its address; `RuntimeError` if its shape or dtype would change.
@@ -489,10 +515,8 @@ def write_weight(layer: Any, weight: Any) -> None:
         setattr(layer, name, value)
 
 
-def _vllm_context(worker: Any) -> Any:
+def _vllm_context(worker: Worker) -> contextlib.ExitStack:
     """Set vLLM's configuration and default dtype, as during model loading."""
-    import contextlib
-
     from vllm.config import set_current_vllm_config
     from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -502,6 +526,8 @@ def _vllm_context(worker: Any) -> Any:
     return stack
 
 
-def _synchronize(torch: Any, device: Any) -> None:
+def _synchronize(device: "torch.device") -> None:
+    import torch
+
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -12,16 +12,17 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kit.core.formats import FORMATS
-from kit.rollout.server.adapter_check import AdapterFile, Refused, Room, check, checkpoint_shapes, read_adapter
+from kit.rollout.protocol import QUANT_CFG, WAYS, Way
+from kit.rollout.server.adapter_check import Refused, Room, check, checkpoint_shapes, read_adapter
 from kit.rollout.server.base_copy import has_copy
 from kit.rollout.server.private_files import PrivateFiles
-from kit.rollout.server.quantized_fold import QUANT_CFG
+from kit.rollout.server.vllm_types import Engine, LoRARequest, Models
 
 REMERGE = "kit.rollout.server.remerge.Remerge"
 QUANTIZED_INPUTS = (
@@ -35,7 +36,7 @@ logger = logging.getLogger("vllm.rollout")  # child of vLLM's logger, which has 
 Key = tuple[str, int]
 
 
-class Problem(Exception):
+class Failure(Exception):
     """Error that is returned as an HTTP status and a sentence."""
 
     def __init__(self, status: int, text: str):
@@ -47,11 +48,11 @@ class Problem(Exception):
 class Version:
     """One staged version; `lora` is vLLM's LoRARequest (adapter), `directory` is ours to remove (body transport)."""
 
-    way: str
+    way: Way
     run: str
     session: str
     version: int
-    lora: Any = None
+    lora: LoRARequest | None = None
     directory: Path | None = None
     requests: set[asyncio.Future] = field(default_factory=set)  # in flight
     is_gone: bool = False
@@ -68,7 +69,7 @@ class Version:
 class Versions:
     """State of one server. `engine` is vLLM's engine client, `models` its OpenAIServingModels."""
 
-    def __init__(self, engine: Any, models: Any, base_dir: Path, base_hash: str | None, nf4_copy: str):
+    def __init__(self, engine: Engine, models: Models, base_dir: Path, base_hash: str | None, nf4_copy: str):
         self.engine, self.models = engine, models
         self.base_dir, self.base_hash, self.nf4_copy = base_dir, base_hash, nf4_copy
         self.staged: dict[Key, Version] = {}
@@ -99,39 +100,39 @@ class Versions:
         lora = getattr(self.engine.vllm_config, "lora_config", None)
         return lora.max_lora_rank if lora else None
 
-    async def ways(self) -> tuple[list[str], dict[str, str], list[str] | None]:
+    async def ways(self) -> tuple[list[Way], dict[Way, str], list[str] | None]:
         """Return (ways that work, {way: why it does not}, layers that an adapter may target in all of them, None if
         unknown); set up remerge if needed."""
         ways, refused, modules = [], {}, frozenset(self.shapes) or None
-        for way in ("adapter", "remerge"):
+        for way in WAYS:
             try:
                 room = await self._room(way)
-            except Problem as problem:
-                refused[way] = problem.text
+            except Failure as failed:
+                refused[way] = failed.text
                 continue
             ways.append(way)
             modules = room.modules if modules is None else modules & (room.modules or modules)
         return ways, refused, None if modules is None else sorted(modules)
 
-    async def _room(self, way: str) -> Room:
-        """Limits on an adapter to be served this way; `Problem` says why none can be."""
+    async def _room(self, way: Way) -> Room:
+        """Limits on an adapter to be served this way; `Failure` says why none can be."""
         if way == "remerge":
             return Room(frozenset(await self._remerge_modules()), self.shapes, None, takes_patterns=True)
         if self.quant_cfg is not None:
-            raise Problem(400, f"it computes in {self.quant_cfg}, an unmerged adapter would not be quantized with it")
+            raise Failure(400, f"it computes in {self.quant_cfg}, an unmerged adapter would not be quantized with it")
         if self.max_lora_rank is None:
-            raise Problem(400, "the server was started without --enable-lora and --max-lora-rank")
+            raise Failure(400, "the server was started without --enable-lora and --max-lora-rank")
         # vLLM computes the LoRA of these layers only and silently ignores an adapter's others.
         targets = self.engine.vllm_config.lora_config.target_modules
         modules = [name for name in self.shapes if targets is None or name.rpartition(".")[2] in targets]
         return Room(frozenset(modules) if self.shapes else None, self.shapes, self.max_lora_rank, takes_patterns=False)
 
     async def _remerge_modules(self) -> list[str]:
-        """Layers that the workers can recompute; `Problem` says why they cannot."""
+        """Layers that the workers can recompute; `Failure` says why they cannot."""
         if getattr(self.engine.vllm_config.parallel_config, "worker_extension_cls", "") != self.extension:
-            raise Problem(400, f"the server was started without --worker-extension-cls {self.extension}")
+            raise Failure(400, f"the server was started without --worker-extension-cls {self.extension}")
         if not has_copy(self.base_dir):
-            raise Problem(
+            raise Failure(
                 400, f"{self.base_dir} has no NF4 copy (nf4/index.json). Write it again with python -m merge base"
             )
         if self._setup is None:
@@ -143,7 +144,7 @@ class Versions:
         try:
             described = await self._workers("remerge_describe")
             if why := next((answer["why"] for answer in described if answer.get("why")), None):
-                raise Problem(500, why)
+                raise Failure(500, why)
             if self._is_in_format:
                 await self._workers("remerge_setup", str(self.base_dir), self.nf4_copy, limit_s=SETUP_S)
             else:
@@ -151,11 +152,11 @@ class Versions:
                     await self._workers("remerge_setup", str(self.base_dir), self.nf4_copy, limit_s=SETUP_S)
                 self._is_in_format = True
         except Exception as error:
-            raise Problem(500, f"the workers cannot fold adapters in: {error}") from None
+            raise Failure(500, f"the workers cannot fold adapters in: {error}") from None
         return described[0]["modules"]
 
     async def _workers(self, method: str, *args: Any, limit_s: float = WORKER_S) -> list[dict]:
-        """Call a method on every worker and return the answers; `Problem` 500 with the first reason on an error.
+        """Call a method on every worker and return the answers; `Failure` 500 with the first reason on an error.
 
         Workers that do not answer in time leave the server damaged: a late answer would be taken for the answer to
         another call.
@@ -164,11 +165,11 @@ class Versions:
             answers = await asyncio.wait_for(self.engine.collective_rpc(method, None, args, {}), limit_s)
         except TimeoutError:
             self._damage(f"the workers did not answer {method} within {limit_s:g} s")
-            raise Problem(500, self.damaged) from None
+            raise Failure(500, self.damaged) from None
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 of = f" (rank {rank} of {len(answers)})" if len(answers) > 1 else ""
-                raise Problem(500, f"{method}{of}: {answer['error']}")
+                raise Failure(500, f"{method}{of}: {answer['error']}")
         return answers
 
     def _damage(self, why: str) -> None:
@@ -187,7 +188,7 @@ class Versions:
     # Changes of state ------------------------------------------------------------------------------------------
 
     async def stage(
-        self, way: str, run: str, session: str, version: int, base_hash: str, directory: Path, is_private: bool
+        self, way: Way, run: str, session: str, version: int, base_hash: str, directory: Path, is_private: bool
     ) -> float:
         """Check and load an adapter without serving it; return seconds. A private directory is removed with it."""
         started = time.perf_counter()
@@ -209,10 +210,10 @@ class Versions:
     def _check_state(self, entry: Version, base_hash: str) -> None:
         self._check_usable()
         if entry.key in self.staged:
-            raise Problem(409, f"{entry.name} is staged already: discard it first, or use another version number.")
+            raise Failure(409, f"{entry.name} is staged already: discard it first, or use another version number.")
         if base_hash != self.base_hash:
             held = self.base_hash or "an unknown one: its directory was not written by python -m merge base"
-            raise Problem(
+            raise Failure(
                 409,
                 f"the adapter belongs to the base {base_hash}, this server holds {held}. Write the base of this run "
                 "with python -m merge base and start the server on it.",
@@ -220,7 +221,7 @@ class Versions:
         other = next((one for one in self.staged.values() if one.way != entry.way and one.run != entry.run), None)
         if (entry.way == "adapter" and self._folded) or other:
             trainer = self.other_trainer(entry.session)
-            raise Problem(
+            raise Failure(
                 409,
                 f"this server has served by {other.way if other else 'remerge'}; by {entry.way} it would serve this "
                 f"adapter on other weights.{trainer} {'Else restart' if trainer else 'Restart'} the server.",
@@ -228,9 +229,9 @@ class Versions:
 
     def _check_usable(self) -> None:
         if self.damaged:
-            raise Problem(500, self.damaged)
+            raise Failure(500, self.damaged)
         if self.asleep:
-            raise Problem(503, "the server is asleep: POST /v1/rollout/wake first.")
+            raise Failure(503, "the server is asleep: POST /v1/rollout/wake first.")
 
     async def _drop_others(self, entry: Version, keep: Version | None) -> None:
         """Discard versions left by other sessions and other runs."""
@@ -241,9 +242,9 @@ class Versions:
     async def _stage_remerge(self, entry: Version, directory: Path) -> None:
         try:
             await self._workers("remerge_stage", entry.name, str(directory))
-        except Problem as problem:
+        except Failure as failed:
             await self._discard_on_workers(entry)
-            raise Problem(422, problem.text) from None
+            raise Failure(422, failed.text) from None
         except BaseException:
             await self._discard_on_workers(entry)
             raise
@@ -258,16 +259,14 @@ class Versions:
             name = f"{name}-{self._names[name]}"
         answer = await self.models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=str(directory)))
         if not isinstance(answer, str):
-            raise Problem(422, f"vLLM did not load {directory}: {answer.error.message}")
+            raise Failure(422, f"vLLM did not load {directory}: {answer.error.message}")
         entry.lora = self.models.lora_requests[name]
 
-    def _check_adapter(self, directory: Path, room: Room) -> AdapterFile:
+    def _check_adapter(self, directory: Path, room: Room) -> None:
         try:
-            adapter = read_adapter(directory)
-            check(adapter, room, self.quant_cfg)
+            check(read_adapter(directory), room, self.quant_cfg)
         except Refused as error:
-            raise Problem(422, str(error)) from None
-        return adapter
+            raise Failure(422, str(error)) from None
 
     async def activate(self, session: str, version: int) -> dict[str, float]:
         """Serve a staged version; return seconds by part. On failure the previous one stays served."""
@@ -276,7 +275,7 @@ class Versions:
             entry = self.staged.get((session, version))
             if entry is None:
                 known = ", ".join(one.name for one in self.staged.values()) or "nothing"
-                raise Problem(409, f"{session}/{version} is not staged; staged: {known}.{self.other_trainer(session)}")
+                raise Failure(409, f"{session}/{version} is not staged; staged: {known}.{self.other_trainer(session)}")
             if entry is self.served:
                 return {}
             seconds = await self._fold_in(entry) if entry.way == "remerge" else {}
@@ -293,7 +292,7 @@ class Versions:
         return seconds
 
     @contextlib.asynccontextmanager
-    async def _while_paused(self, seconds: dict[str, float]) -> Any:
+    async def _while_paused(self, seconds: dict[str, float]) -> AsyncIterator[None]:
         """Pause generation and clear the cache for the block; a server that cannot resume is marked as damaged."""
         self.epoch += 1
         try:
@@ -316,7 +315,7 @@ class Versions:
             self._check_usable()
             served = self.serving(session, version)
             if served.way != "remerge":
-                raise Problem(400, f"{served.name} is served by {served.way}: only remerge puts noise on the norms.")
+                raise Failure(400, f"{served.name} is served by {served.way}: only remerge puts noise on the norms.")
             seconds: dict[str, float] = {}
             async with self._while_paused(seconds):
                 with _timed(seconds, "noise"):
@@ -357,11 +356,11 @@ class Versions:
             self._damage("the prefix cache could not be reset, it may hold another version's")
 
     async def discard(self, session: str, version: int) -> None:
-        """Discard a staged version; a no-op if it is not staged, a `Problem` if it is served."""
+        """Discard a staged version; a no-op if it is not staged, a `Failure` if it is served."""
         async with self._lock:
             entry = self.staged.get((session, version))
             if entry is not None and entry is self.served:
-                raise Problem(409, f"{entry.name} is being served: activate another version first.")
+                raise Failure(409, f"{entry.name} is being served: activate another version first.")
             if entry is not None:
                 await self._forget(entry)
 
@@ -435,15 +434,15 @@ class Versions:
 
     def _check_sleeps(self) -> None:
         if not self.engine.vllm_config.model_config.enable_sleep_mode:
-            raise Problem(400, "the server was started without --enable-sleep-mode (server.sleep: true).")
+            raise Failure(400, "the server was started without --enable-sleep-mode (server.sleep: true).")
 
     # Version behind a request -----------------------------------------------------------------------------------
 
     def serving(self, session: str | None, version: int | None, may_be_base: bool = False) -> Version | None:
-        """Return the version that a request names, None for the base; `Problem` if it is not the served one."""
+        """Return the version that a request names, None for the base; `Failure` if it is not the served one."""
         self._check_usable()
         if not self._is_in_format:
-            raise Problem(
+            raise Failure(
                 503, f"the base is not in {self.quant_cfg} yet: ask GET /v1/rollout/info first, which sees to it."
             )
         served = self.served
@@ -454,13 +453,13 @@ class Versions:
             return None
         held = served.name if served else "the base"
         wanted = "the base" if asked is None else f"{session}/{version}"
-        raise Problem(409, f"this server serves {held}, not {wanted}.{self.other_trainer(session)}")
+        raise Failure(409, f"this server serves {held}, not {wanted}.{self.other_trainer(session)}")
 
     def check_epoch(self, epoch: int, session: str | None) -> None:
-        """`Problem` if the weights changed since `epoch`: such an answer belongs to no version."""
+        """`Failure` if the weights changed since `epoch`: such an answer belongs to no version."""
         if epoch != self.epoch:
             changed = "the served version changed, or the server went to sleep, during this request."
-            raise Problem(409, f"{changed}{self.other_trainer(session)}")
+            raise Failure(409, f"{changed}{self.other_trainer(session)}")
 
     def other_trainer(self, session: str | None) -> str:
         """Sentence on the trainer that uses this server, if it is not the one of `session`; else empty."""
@@ -475,7 +474,7 @@ class Versions:
 
 
 @contextlib.contextmanager
-def _timed(seconds: dict[str, float], part: str) -> Any:
+def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
     started = time.perf_counter()
     try:
         yield
@@ -484,4 +483,4 @@ def _timed(seconds: dict[str, float], part: str) -> Any:
 
 
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:300] if not isinstance(error, Problem) else error.text[:300]
+    return f"{type(error).__name__}: {error}"[:300] if not isinstance(error, Failure) else error.text[:300]

@@ -1,0 +1,78 @@
+"""What samplers see of the policy in training, and what they hand back. Both sides of a step import this file."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from kit.rollout.adapter_file import AdapterFile
+
+
+class Processes(Protocol):
+    """The processes of a run, as accelerate's `Accelerator` has them."""
+
+    is_main_process: bool
+    process_index: int
+    num_processes: int
+    device: "torch.device"
+
+    def wait_for_everyone(self) -> None: ...
+
+
+class PolicyView(Protocol):
+    """The policy between two updates.
+
+    If the base is split over processes (`is_split`), all of them call `score` and `adapter` together; `adapter` is
+    None in those that are not the main one.
+    """
+
+    processes: Processes
+    is_split: bool
+    stop_token_ids: list[int]
+
+    @property
+    def version(self) -> int:
+        """Number of updates made."""
+
+    def score(self, sequences: list[list[int]], is_adapted: bool = True) -> "list[np.ndarray]":
+        """Log-probs (len - 1,) of every token after the first, at temperature 1, with the adapter on or off."""
+
+    def adapter(self) -> "AdapterFile | None":
+        """The adapter as a file that can be written for every version."""
+
+
+class Report(NamedTuple):
+    """What a sampler adds to the step's line of metrics.jsonl: figures, and seconds by phase."""
+
+    figures: dict[str, Any]
+    seconds: dict[str, float]
+
+
+@dataclass
+class Rollouts:
+    """Completions of this process's prompts, in order; `logps` of the sampler, None if the policy itself sampled."""
+
+    token_ids: list[list[int]]
+    logps: list[list[float]] | None
+    version: int  # adapter version that sampled
+    report: Report = field(default_factory=lambda: Report({}, {}))
+
+
+class Sampler(Protocol):
+    """Where completions come from: replicas, or the policy in this process."""
+
+    def generate(self, policy: PolicyView, prompt_ids: list[list[int]], group: int | None = None) -> Rollouts:
+        """Complete this process's prompts; called by all processes together. A prompt stands `group` (default
+        `rollout.group_size`) times in a row."""
+
+    def close(self) -> None:
+        """Release what it holds; called once by the main process, however the run ends."""
+
+
+class AheadSampler(Sampler, Protocol):
+    """A sampler that can generate while the update runs (`rollout.overlap`)."""
+
+    def begin(self, policy: PolicyView, prompt_ids: list[list[int]]) -> Report:
+        """Start to generate; the next `generate` must be for the same prompts and takes the result."""

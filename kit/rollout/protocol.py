@@ -1,0 +1,106 @@
+"""What a trainer and its rollout servers agree on: routes, fields of requests and answers, layout of an adapter file.
+
+Both halves import it: `replica.py` asks what `server/endpoint.py` answers, and `adapter_file.py` writes what the
+server reads. Token ids travel as base64 of little-endian int32 and log-probs as base64 of little-endian float32, so a
+NaN arrives as a NaN and no number is formatted and parsed again. Needs numpy, no torch and no vLLM.
+"""
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Literal, TypedDict, get_args
+
+import numpy as np
+
+PROTOCOL = 1
+PREFIX = "/v1/rollout"  # below /v1, so vLLM's API key guards it
+# Route -> HTTP method.
+ROUTES = {"info": "GET"} | dict.fromkeys(
+    ("generate", "score", "stage", "activate", "discard", "noise", "sleep", "wake"), "POST"
+)
+BINARY = "application/octet-stream"  # content type of a stage request whose body is the adapter file
+STAGE_QUERY = ("way", "run", "session", "version", "base_hash")  # query parameters of a stage request
+Way = Literal["adapter", "remerge"]  # how a server serves an adapter
+WAYS: tuple[Way, ...] = get_args(Way)
+
+# An adapter directory, and the metadata of its weights: the text of adapter_config.json, so that the file alone is an
+# adapter; for a quantized policy also the format's name and JSON {layer: largest |input|}.
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+CONFIG_TEXT, QUANT_CFG, INPUT_PEAKS = "adapter_config", "quant_cfg", "input_peaks"
+TENSORS = "base_model.model."  # then layer.lora_A.weight, layer.lora_B.weight
+
+
+class Sampling(TypedDict):
+    """Fields of a generate request that say how to sample; `stop_token_ids` is optional."""
+
+    n: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+NUMBERS = {"n": int, "max_tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int}
+
+
+class Served(TypedDict):
+    """The version that a server serves."""
+
+    way: Way
+    session: str
+    version: int
+
+
+class Info(TypedDict):
+    """Answer of `info`: what a server holds, serves and supports."""
+
+    protocol: int
+    vllm: str
+    model: str
+    base_hash: str | None
+    weights: str  # vLLM's quantization, bf16 or float32
+    quant_cfg: str | None
+    kv_cache: str
+    logprobs_mode: str
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    tokenizer_hash: str | None
+    tensor_parallel: int
+    sync: list[Way]
+    refused: dict[Way, str]  # why a way is not in `sync`
+    max_lora_rank: int | None
+    modules: list[str] | None  # layers that an adapter may target in every way; None: not known
+    served: Served | None
+    noise: dict[str, float] | None
+    damaged: str | None
+    sleep_enabled: bool
+    asleep: bool
+    pid: int
+
+
+def encode_ids(ids: Sequence[int] | np.ndarray) -> str:
+    """Token ids as base64 of little-endian int32."""
+    return base64.b64encode(np.asarray(ids, dtype="<i4").tobytes()).decode()
+
+
+def decode_ids(text: str) -> np.ndarray:
+    """(T,) int32 from `encode_ids`; ValueError for anything else."""
+    return _decode(text, "<i4")
+
+
+def encode_floats(values: Sequence[float] | np.ndarray) -> str:
+    """Log-probs as base64 of little-endian float32; NaN and infinities survive."""
+    return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
+
+
+def decode_floats(text: str) -> np.ndarray:
+    """(T,) float32 from `encode_floats`; ValueError for anything else."""
+    return _decode(text, "<f4")
+
+
+def _decode(text: str, dtype: str) -> np.ndarray:
+    try:
+        return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
+    except (binascii.Error, TypeError) as error:
+        raise ValueError(f"not base64: {error}") from None

@@ -1,0 +1,92 @@
+"""The rows of a step: what the completions of its prompts earned, as the tensors that its loss reads.
+
+The entries have TRL's names (trl 1.16), whose buffer hands the rows to the accumulation steps.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from trl.trainer.utils import nanstd, pad
+
+from kit.rollout.policy_view import Rollouts
+
+
+def row_tensors(
+    prompt_ids: list[list[int]],
+    rollouts: Rollouts,
+    truncated: list[bool],
+    padding: int,
+    multiple: int | None,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Ids and masks of prompts, padded on the left, and of completions, padded on the right, both to a `multiple`;
+    completions that are `truncated` are masked."""
+
+    def padded(rows: list[list], value: float, side: str) -> torch.Tensor:
+        tensors = [torch.tensor(row) for row in rows]
+        return pad(tensors, padding_value=value, padding_side=side, pad_to_multiple_of=multiple).to(device)
+
+    found = {}
+    for name, rows, side in (("prompt", prompt_ids, "left"), ("completion", rollouts.token_ids, "right")):
+        found[f"{name}_ids"] = padded(rows, padding, side)
+        found[f"{name}_mask"] = padded([[1] * len(row) for row in rows], 0, side)
+    if any(truncated):
+        kept = ~torch.tensor(truncated, device=device)
+        found["completion_mask"] = found["completion_mask"] * kept.unsqueeze(1).int()
+    if rollouts.logps is not None:
+        found["sampling_per_token_logps"] = padded(rollouts.logps, 0.0, "right")
+    return found
+
+
+def log_lengths(
+    metrics: Mapping[str, list[float]],
+    accelerator: Accelerator,
+    rollouts: Rollouts,
+    truncated: list[bool],
+) -> None:
+    """Log the lengths of the completions of all processes, as TRL does."""
+    lengths = torch.tensor([len(ids) for ids in rollouts.token_ids], device=accelerator.device)
+    cut = torch.tensor(truncated, device=accelerator.device)
+    lengths, cut = accelerator.gather(lengths).float(), accelerator.gather(cut)
+    ended = lengths[~cut] if not cut.all() else lengths.new_zeros(1)
+    for name, values in (("", lengths), ("_terminated", ended)):
+        for how, value in (("mean", values.mean()), ("min", values.min()), ("max", values.max())):
+            metrics[f"completions/{how}{name}_length"].append(value.item())
+    metrics["completions/clipped_ratio"].append(cut.float().mean().item())
+
+
+def log_rewards(
+    metrics: Mapping[str, list[float]], names: list[str], rewards: torch.Tensor, weights: torch.Tensor
+) -> None:
+    """Log mean and deviation of rewards (N, functions) by function, and of their weighted sum, as TRL does."""
+    for name, values in zip(names, rewards.unbind(dim=1), strict=True):
+        metrics[f"rewards/{name}/mean"].append(values.nanmean().item())
+        metrics[f"rewards/{name}/std"].append(nanstd(values).item())
+    summed = (rewards * weights.to(rewards.device)).nansum(dim=1)
+    summed = summed.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    metrics["reward"].append(summed.nanmean().item())
+    metrics["reward_std"].append(nanstd(summed).item())
+
+
+def log_pending(metrics: Mapping[str, list[float]], pending: dict[str, list[float]], accelerator: Accelerator) -> None:
+    """Log the means over all processes of what reward functions gave to TRL's `log_metric`."""
+    for name in sorted(set(gather_object(list(pending)))):
+        values = pending.get(name, [])
+        mine = torch.tensor([sum(values), len(values)], dtype=torch.float32, device=accelerator.device)
+        total, count = accelerator.gather(mine).view(-1, 2).sum(dim=0).tolist()
+        metrics[name].append(total / count)
+    pending.clear()
+
+
+def completion_messages(tokenizer: Any, prompt_ids: list[list[int]], token_ids: list[list[int]]) -> list[list[dict]]:
+    """The completions as messages, parsed where the tokenizer has a schema of responses."""
+    if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+        from trl.chat_template_utils import parse_response
+
+        pairs = zip(token_ids, prompt_ids, strict=True)
+        return [[parse_response(tokenizer, ids, prefix=prefix)] for ids, prefix in pairs]
+    texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+    return [[{"role": "assistant", "content": text}] for text in texts]
