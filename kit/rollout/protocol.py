@@ -2,15 +2,16 @@
 
 Both halves import it: `replica.py` asks what `server/endpoint.py` answers, and `adapter_file.py` writes what the
 server reads. Token ids travel as base64 of little-endian int32 and log-probs as base64 of little-endian float32, so a
-NaN arrives as a NaN and no number is formatted and parsed again. Needs numpy, no torch and no vLLM.
+NaN arrives as a NaN and no number is formatted and parsed again. Needs numpy to encode, no torch and no vLLM.
 """
 
 import base64
 import binascii
 from collections.abc import Sequence
-from typing import Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 PROTOCOL = 1
 PREFIX = "/v1/rollout"  # below /v1, so vLLM's API key guards it
@@ -79,27 +80,35 @@ class Info(TypedDict):
     pid: int
 
 
-def encode_ids(ids: Sequence[int] | np.ndarray) -> str:
+def encode_ids(ids: "Sequence[int] | np.ndarray") -> str:
     """Token ids as base64 of little-endian int32."""
-    return base64.b64encode(np.asarray(ids, dtype="<i4").tobytes()).decode()
+    return _encode(ids, "<i4")
 
 
-def decode_ids(text: str) -> np.ndarray:
+def decode_ids(text: str) -> "np.ndarray":
     """(T,) int32 from `encode_ids`; ValueError for anything else."""
     return _decode(text, "<i4")
 
 
-def encode_floats(values: Sequence[float] | np.ndarray) -> str:
+def encode_floats(values: "Sequence[float] | np.ndarray") -> str:
     """Log-probs as base64 of little-endian float32; NaN and infinities survive."""
-    return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
+    return _encode(values, "<f4")
 
 
-def decode_floats(text: str) -> np.ndarray:
+def decode_floats(text: str) -> "np.ndarray":
     """(T,) float32 from `encode_floats`; ValueError for anything else."""
     return _decode(text, "<f4")
 
 
-def _decode(text: str, dtype: str) -> np.ndarray:
+def _encode(values: "Sequence[float] | np.ndarray", dtype: str) -> str:
+    import numpy as np
+
+    return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode()
+
+
+def _decode(text: str, dtype: str) -> "np.ndarray":
+    import numpy as np
+
     try:
         return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
     except (binascii.Error, TypeError) as error:
