@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.core.errors import CheckFailed
+from kit.rollout.protocol import Info
 from launch.vllm_command import Plan
 
 POLL_S = 0.5
@@ -150,7 +151,7 @@ class Replicas:
                 raise CheckFailed(f"the server at {one.plan.url} {how_it_ended(code)}.{others} {_log(one.plan)}")
 
 
-def _ask(plan: Plan, limit_s: float) -> tuple[dict | None, str]:
+def _ask(plan: Plan, limit_s: float) -> tuple["Info | None", str]:
     """(answer, "") from /v1/rollout/info, or (None, why there is none yet); `CheckFailed` if there never will be."""
     from kit.rollout.replica import Replica, ReplicaError  # numpy and requests, which no --help waits for
 
