@@ -5,7 +5,7 @@ completions, and only problems decided in every cell involved count (`n`). A ver
 test and the hygiene of the cells; the conclusion states the verdicts in sentences and nothing beyond them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -18,7 +18,7 @@ from eval.samples import by_problem, majority_scores, pass_at_k_scores, powers, 
 from kit.core.errors import BadInput, CheckFailed
 
 Cell = tuple[str, str]
-Records = dict[Cell, Sequence[Record]]
+Records = Mapping[Cell, Sequence[Record]]
 # Verdicts on a gain, and on its survival in a format.
 GAIN, LOSS, NOT_SHOWN, REFUSED = "gain", "loss", "not shown", "refused"
 SURVIVES, PARTLY_LOST, LARGER, NO_GAIN = "survives", "partly lost", "larger", "no gain to lose"
@@ -170,7 +170,7 @@ def _estimate(base: np.ndarray, grpo: np.ndarray, samples: int, seed: int) -> di
     return {"base": float(base[kept].mean()), "grpo": float(grpo[kept].mean()), **found, "n": int(kept.sum())}
 
 
-def _adjust(found: Sequence[dict]) -> None:
+def _adjust(found: Iterable[dict]) -> None:
     """Give every comparison of a family its Holm-adjusted p-value."""
     found = list(found)
     for one, adjusted in zip(found, stats.holm([one["p"] for one in found]), strict=True):

@@ -119,7 +119,7 @@ def _render(template: str, **values: object) -> str:
     environment.filters |= {
         "kind": lambda block: type(block).__name__,
         "anchor": _anchor,
-        "base64": lambda content: base64.b64encode(content).decode(),
+        "base64": _base64,
         "inline": _inline,
         "plain": _plain,
         "fenced": _fenced,
@@ -134,6 +134,10 @@ def _anchor(title: str) -> str:
 def printable(text: object) -> str:
     """Replace the characters that neither HTML nor SVG can hold."""
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", str(text))
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
 
 
 def _inline(text: object) -> str:

@@ -2,11 +2,12 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from eval.tasks import TASKS
 
 
-def command_parser(command: str, description: str, out: str, **settings: str) -> argparse.ArgumentParser:
+def command_parser(command: str, description: str, out: str, **settings: Any) -> argparse.ArgumentParser:
     """A parser for `python -m eval <command>` with --run and --out; `out` is the help text of the latter."""
     parser = argparse.ArgumentParser(
         prog=f"python -m eval {command}".rstrip(),

@@ -8,7 +8,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ def look(name: str, names: Sequence[str] = ()) -> tuple[str, str]:
     return OTHERS[unknown.index(name) % len(OTHERS) if name in unknown else 0]
 
 
-def order(names: Sequence[str]) -> list[str]:
+def order(names: Iterable[str]) -> list[str]:
     """Formats in the order of every table and legend: nf4, which is the policy, first, unknown ones last."""
     rank = {name: place for place, name in enumerate(FORMATS)} | {"nf4": -1}
     return sorted(names, key=lambda name: (rank.get(name, len(rank)), name))
@@ -143,7 +143,7 @@ def _forest(axes: "Axes", rows: list[tuple[float, float, list]], color: str, lab
                       ha="center", fontsize=8, bbox=behind)  # fmt: skip
 
 
-def training(steps: Sequence[int], curves: dict[str, tuple[str, str, Sequence[float]]]) -> "Figure":
+def training(steps: Sequence[int], curves: Mapping[str, tuple[str, str, Sequence[float]]]) -> "Figure":
     """Draw one panel per curve: each step pale, the smoothed values solid.
 
     `curves` is {title: (key, unit, one value per step, NaN if unknown)}.

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eval.score import MATH, Answered, Judgement, Scoring
 from kit.core.config.load import resolve
@@ -241,7 +241,7 @@ def judge_by_reward(
     return judged
 
 
-def _reward(value: object) -> float | None:
+def _reward(value: Any) -> float | None:
     """A reward as a float; numpy's and torch's numbers are accepted, NaN becomes None."""
     if value is None:
         return None

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -230,7 +231,7 @@ class Signals:
     def __init__(self, pids: Callable[[], list[int]]):
         self.pids, self.received = pids, None
         self._terminals = [number for number in (1, 2) if os.isatty(number)]  # isatty is false once closed
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

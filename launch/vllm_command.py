@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from kit.core import format_names
@@ -241,7 +242,7 @@ def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: flo
             host=host,
             port=port,
             gpus=share,
-            options={"model": str(base_directory(config).resolve()), "host": host, "port": port}
+            options=dict[str, Any](model=str(base_directory(config).resolve()), host=host, port=port)
             | _options(config, vllm)
             | memory
             # Replicas with the same seed would sample the same completions.

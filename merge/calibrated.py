@@ -125,7 +125,7 @@ def check_awq(python: Path) -> str:
     fix += "Python with --awq_python."
     if not python.is_file():
         raise BadInput(f"{python} does not exist. {fix}")
-    command = [python, "-I", "-c", "from importlib.metadata import version; print(version('llmcompressor'))"]
+    command = [str(python), "-I", "-c", "from importlib.metadata import version; print(version('llmcompressor'))"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise BadInput(f"{python} has no llm-compressor. {fix}")

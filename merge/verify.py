@@ -168,7 +168,7 @@ def load_policy(
     """
     run = run if isinstance(run, RunDir) else RunDir.open(run)
     checkpoint = base_checkpoint(run, base)
-    trained = find_trained(run, adapter)
+    trained = find_trained(run, None if adapter is None else Path(adapter))
     if adapter is not None:
         check_adapter_base(Path(adapter), checkpoint.info)
     device = torch.device(device) if device is not None else default_device()

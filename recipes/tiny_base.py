@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -182,7 +182,7 @@ def supervise(model: "Qwen3ForCausalLM", rows: list[tuple[list, int]], options: 
         ]
         for process in ranks:
             process.start()
-        running = {process.sentinel: process for process in ranks}
+        running: dict[Any, Any] = {process.sentinel: process for process in ranks}
         while running:
             for sentinel in multiprocessing.connection.wait(list(running)):
                 ended = running.pop(sentinel)

@@ -61,7 +61,7 @@ def _value(text: str) -> tuple[Fraction, list[int]] | None:
 
 
 def _evaluated(node: ast.expr) -> Fraction:
-    if isinstance(node, ast.Constant):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     if isinstance(node, ast.BinOp):
         return _OPERATORS[type(node.op)](_evaluated(node.left), _evaluated(node.right))

@@ -309,7 +309,11 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
     apart = [number for number, one in enumerate(layout.cards) if "server" not in one.roles]
     batches = train.gradient_accumulation_steps * layout.processes
     if shared and apart and batches % len(apart) == 0:
-        keys = {"train.gpus": apart, "train.gradient_accumulation_steps": batches // len(apart), "server.sleep": False}
+        keys: Keys = {
+            "train.gpus": apart,
+            "train.gradient_accumulation_steps": batches // len(apart),
+            "server.sleep": False,
+        }
         found.append((keys, "fewer cards for the trainer"))
     micro = train.per_device_train_batch_size
     if train.micro_batch_tokens is not None:
@@ -335,8 +339,8 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
     if layout.server is not None:
         found += _server_candidates(layout, shared)
     elif train.gradient_accumulation_steps > 1 and train.gradient_accumulation_steps % 2 == 0:
-        half = {"train.gradient_accumulation_steps": train.gradient_accumulation_steps // 2}
-        found.append((half, "half the completions a step, so half the KV cache of the rollout"))
+        fewer = {"train.gradient_accumulation_steps": train.gradient_accumulation_steps // 2}
+        found.append((fewer, "half the completions a step, so half the KV cache of the rollout"))
     if config.policy.embeddings == "gpu" and not layout.shape.tied and not layout.card.is_cpu:
         found.append(({"policy.embeddings": "host"}, "each forward waits for its input rows from the host"))
     if train.recompute != "none" and not train.recompute_offload and not layout.card.is_cpu:
@@ -359,21 +363,22 @@ def in_turn(config: Config) -> Keys:
 
 
 def _server_candidates(layout: Layout, shared: bool) -> list[tuple[Keys, str]]:
-    config, server, found = layout.config, layout.config.server, []
-    host = {"server.nf4_copy": "host"} if config.rollout.sync == "remerge" and server.nf4_copy == "gpu" else {}
+    config, server = layout.config, layout.config.server
+    found: list[tuple[Keys, str]] = []
+    host: Keys = {"server.nf4_copy": "host"} if config.rollout.sync == "remerge" and server.nf4_copy == "gpu" else {}
     free = config.policy.quant_cfg is None  # otherwise the format determines what is served
     if free and server.weights != "bf16" and layout.card.bf16_tflops and not layout.card.fp8_tflops:
         found.append(({"server.weights": "bf16"}, "twice the memory for the server's weights"))
     if free and server.weights == "bf16" and layout.card.fp8_tflops:
         found.append(({"server.weights": "fp8_per_channel"}, "FP8 rounding in the sampler, faster rollouts"))
     if shared and not server.sleep and not layout.card.is_cpu:
-        keys = {"server.sleep": True} | host | in_turn(config)
+        keys: Keys = {"server.sleep": True} | host | in_turn(config)
         found.append((keys, "about half a second a step to sleep and wake"))
     if host:
         found.append((host, "a slower sync: the copy comes from host memory"))
     if server.kv_cache == "auto":
-        half = {"server.kv_cache_gib": server.kv_cache_gib / 2} if server.kv_cache_gib else {}
-        found.append(({"server.kv_cache": "fp8"} | half, "FP8 rounding of keys and values"))
+        half: Keys = {"server.kv_cache_gib": server.kv_cache_gib / 2} if server.kv_cache_gib else {}
+        found.append(({"server.kv_cache": "fp8", **half}, "FP8 rounding of keys and values"))
     least = math.ceil(10 * config.rollout.group_size * memory.sequence_gib(layout.shape, config)) / 10
     if layout.server["KV cache"] > least:
         found.append(({"server.kv_cache_gib": least}, "one group of full length at a time: slower rollouts"))

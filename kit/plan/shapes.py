@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
@@ -121,7 +122,7 @@ _SIZES = {
 def _known(name: str) -> Shape:
     hidden, intermediate, layers, heads, kv_heads, tied = _SIZES[name]
     family = name.partition("-")[0]
-    common = {"head_dim": hidden // heads} | _FAMILIES[family]
+    common: dict[str, Any] = {"head_dim": hidden // heads} | _FAMILIES[family]
     if family == "qwen2.5" and tied:
         common["vocabulary"] = 151936
     return Shape(name, hidden, intermediate, layers, heads, kv_heads, tied=tied, **common)

@@ -94,7 +94,7 @@ def splits(layout: Layout) -> list[Split]:
     for replicas in range(1, layout.count // each + (layout.count == 1)):
         first = layout.count - replicas * each
         keys = {"rollout.backend": "server", "rollout.server_urls": _urls(replicas)}
-        keys |= {"server.gpus": list(range(first, layout.count)), "server.sleep": False}
+        keys |= {"server.gpus": [*range(first, layout.count)], "server.sleep": False}
         choices.append(keys | {"train.gpus": list(range(first))})
         if layout.count == 1:
             choices[-1] |= {"train.gpus": [0], "server.gpus": [0], "server.sleep": True, "server.nf4_copy": "host"}

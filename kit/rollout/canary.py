@@ -76,7 +76,7 @@ def compare(
         mean, to_base = _mean_abs(difference), _mean_abs(off - theirs)
         k3 = float(np.mean(np.expm1(difference) - difference)) if difference.size else 0.0
     shift, noise = _mean_abs(ours - off), min(mean, to_base)
-    nearest = "undecided"
+    nearest: Literal["policy", "base", "undecided"] = "undecided"
     if shift > 0 and shift >= DECISIVE * noise:
         nearest = "policy" if mean <= to_base else "base"
     return CanaryResult(

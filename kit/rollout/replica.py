@@ -141,7 +141,7 @@ class Replica:
         except (KeyError, TypeError, ValueError) as error:
             raise self._not_understood("generate", error) from None
 
-    def score(self, sequences: list[Sequence[int]], session: str | None, version: int | None) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[Sequence[int]], session: str | None, version: int | None) -> list[np.ndarray]:
         """Return the log-prob of every token after the first, at temperature 1: float32 (len - 1,) per sequence.
 
         With session and version None, score the base.

@@ -119,7 +119,12 @@ class AdapterSync:
         """Stage on all replicas, then activate on all. After a failure every replica that answers is as before, except
         that some may already serve a first version."""
         rollout, is_first = self.config.rollout, self.served is None
-        what = {"way": rollout.sync, "run": self.config.run.name, "session": self.session, "version": version}
+        what: dict[str, Any] = {
+            "way": rollout.sync,
+            "run": self.config.run.name,
+            "session": self.session,
+            "version": version,
+        }
         what |= {"base_hash": base_hash, "is_first": is_first}
         what |= {"body": (directory / WEIGHTS).read_bytes()} if rollout.transport == "body" else {"path": directory}
         started = time.perf_counter()

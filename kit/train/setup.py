@@ -221,7 +221,8 @@ def describe_format(fmt: QuantFormat, config: Config) -> str:
     """What the policy computes with, as further lines of the plan."""
     weight, activation, policy = fmt.weight, fmt.activation, config.policy
     rows, columns = weight.block
-    shared = {(None, None): "whole weight", (1, None): "output channel"}.get((rows, columns), f"{rows} x {columns}")
+    names: dict[tuple, str] = {(None, None): "whole weight", (1, None): "output channel"}
+    shared = names.get((rows, columns), f"{rows} x {columns}")
     inputs = "inputs as they are"
     if activation is not None:
         inputs = f"inputs {activation.kind}, a scale per {activation.per}"

@@ -51,7 +51,7 @@ def load_frozen(
     `dtype`, and the device never holds more of a layer than its codes.
     """
     if quantization == "nf4":
-        options = {"skip_modules": skip_modules, "device": device, "revision": revision}
+        options: dict[str, Any] = {"skip_modules": skip_modules, "device": device, "revision": revision}
         return load_nf4(path, dtype, double_quantization, quant_storage=quant_storage, **options, **kwargs)
     config = unquantized_config(path, revision)
     device, dtype = device or default_device(), getattr(torch, dtype) if isinstance(dtype, str) else dtype

@@ -269,7 +269,8 @@ def _kind(fmt: QuantFormat | None) -> str:
         return "none"
     if fmt.weight.kind != "fp8":
         return fmt.weight.kind
-    return {(1, None): "channel", (None, None): "tensor"}.get(fmt.weight.block, "block")
+    kinds: dict[tuple, str] = {(1, None): "channel", (None, None): "tensor"}
+    return kinds.get(fmt.weight.block, "block")
 
 
 def _arguments(

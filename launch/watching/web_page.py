@@ -1,7 +1,7 @@
 """health.html (one run) and comparison.html (several): self-contained files that open without a network."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def write(runs: Sequence[RunDir], logs: Sequence[MetricsLog], folder: Path) -> P
     else:
         final, title = folder / "comparison.html", f"{len(runs)} runs compared"
         values = _comparison(runs, logs)
-    filters = {"show": show, "shortened": _shortened, "rewards": _rewards}
+    filters: dict[str, Callable] = {"show": show, "shortened": _shortened, "rewards": _rewards}
     page = render(Path(__file__).with_name("page.html.j2"), {"title": title, **values}, filters, autoescape=True)
     with plot.replacing(final) as partial:
         partial.write_text(page, errors="replace")  # a completion may hold half a surrogate pair

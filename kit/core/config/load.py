@@ -93,7 +93,7 @@ def parse_command(description: str, arguments: list[str] | None = None) -> tuple
     return load_config(flags.config, overrides), flags
 
 
-def leaves(kind: type = Config, prefix: str = "") -> dict[str, tuple[Any, dataclasses.Field]]:
+def leaves(kind: Any = Config, prefix: str = "") -> dict[str, tuple[Any, dataclasses.Field]]:
     """Every key below a group, with its type and its field."""
     found, hints = {}, typing.get_type_hints(kind)
     for item in dataclasses.fields(kind):
@@ -127,7 +127,7 @@ def _nearest(key: str, group: list[str]) -> str:
     return f" Did you mean {elsewhere[0]}?" if elsewhere else f" Valid keys: {', '.join(group)}."
 
 
-def _build(kind: type, values: Any, prefix: str, where: str, faults: list[str]) -> Any:
+def _build(kind: Any, values: Any, prefix: str, where: str, faults: list[str]) -> Any:
     if not isinstance(values, dict):
         faults.append(f"{where}: {prefix.rstrip('.') or 'the file'} must be a group of keys, it is {values!r:.60}.")
         return None

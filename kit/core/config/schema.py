@@ -38,7 +38,8 @@ MIXTURE = Limit(
 CHUNK = Limit("from 1 to 4096, TRL's own tile", lambda value: 1 <= value <= 4096)
 SEED = Limit(f"between 0 and {2**31 - 1}", lambda value: 0 <= value < 2**31)
 NAME = Limit(
-    "letters, digits, '.', '_' and '-': it names directories", re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch
+    "letters, digits, '.', '_' and '-': it names directories",
+    lambda value: bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value)),
 )
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedConfig
 
+    from kit.policy.packed.attention import Kind
+
 # `model_type`s of transformers 5.17 whose forward uses a 4-D mask unchanged and scores positions independently;
 # tests/unit/test_packing.py compares each with the padded pass.
 MODELS = ("granite", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
@@ -153,7 +155,7 @@ def packed_logps(
     logits_to_keep: int,
     share_prompts: bool,
     compute_entropy: bool,
-    attention: str = "flex",
+    attention: "Kind" = "flex",
 ) -> tuple["torch.Tensor", "torch.Tensor | None"]:
     """Return log-probs (B, C) of the last C = `logits_to_keep` columns and, if requested, entropies (B, C), in nats.
 
@@ -208,7 +210,7 @@ def read_rows(input_ids: "torch.Tensor", attention_mask: "torch.Tensor", logits_
     return _Rows(prompts, completions, contents)
 
 
-def pack_rows(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "torch.Tensor", kind: str) -> _Packed:
+def pack_rows(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "torch.Tensor", kind: "Kind") -> _Packed:
     """Pack the chosen rows into one, on the device of `input_ids` (B, W), for attention of the given kind."""
     import torch
 
