@@ -230,7 +230,7 @@ def test_an_evaluation_made_with_other_settings_cannot_be_gated(run):
         (lambda run: _edit(run.merged / "grpo" / "bf16", adapter_hash="0" * 64), 2, "hold different adapters"),
         (lambda run: _edit(run.merged / "base" / "fp8", base_hash="0" * 64), 2, "was made from another base"),
         (lambda run: _edit(run.merged / "grpo" / "fp8", policy="base"), 2, "holds base/fp8"),
-        (lambda run: _edit(run.adapter_dir(10), tensor_hash="0" * 64), 2, "merged checkpoints were made of"),
+        (lambda run: _edit(run.adapter_dir(10), tensor_hash="0" * 64), 2, "merged checkpoints were made from"),
         (lambda run: run.base_file.unlink(), 2, "base.json does not exist"),
         (lambda run: run.config_file.unlink(), 2, "not a run directory"),
     ],
