@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from reward.pool import WorkerPool
 
 EPILOG = """Keys of the run's configuration can be given as --group.key value. Other commands:
-  python -m eval gate --run …                 promote the checkpoint, or say which rule it misses
-  python -m eval report --run …               one page on everything in the run
-  python -m eval endpoint --run … --url …     measure one deployed endpoint
-  python -m eval lm_eval --run …              lm-evaluation-harness on the same checkpoint"""
+  python -m eval gate --run … (promotes the checkpoint, or says which rule it misses)
+  python -m eval report --run … (one page on everything in the run)
+  python -m eval endpoint --run … --url … (measures one deployed endpoint)
+  python -m eval lm_eval --run … (lm-evaluation-harness on the same checkpoint)"""
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "compressed-tensors", "math-verify", "scipy", "numpy")
 
 

@@ -7,7 +7,7 @@ from transformers.training_args import OptimizerNames
 
 from eval.tasks import scoring_of
 from kit.core import formats
-from kit.core.config import checks
+from kit.core.config import choices
 from kit.core.config.checks import check_config
 from kit.core.config.field_types import spell_type
 from kit.core.config.load import describe, load_config
@@ -47,7 +47,7 @@ def test_help_names_the_choices_of_every_key_that_refuses_a_made_up_text():
     refused = {}
     for key, hint in leaves():
         value = "[made-up]" if typing.get_origin(hint) is list else "made-up"
-        if "text" in spell_type(hint) or "one of" in spell_type(hint):
+        if any(word in spell_type(hint) for word in ("text", "one of", "any of")):
             refused[key] = refusal(key, value)
     refused = {key: text for key, text in refused.items() if key in text or key.rpartition(".")[2] in text}
     assert {"train.loss_type", "train.lr_scheduler", "rollout.correction", "server.weights"} <= refused.keys()
@@ -57,7 +57,7 @@ def test_help_names_the_choices_of_every_key_that_refuses_a_made_up_text():
     silent = [key for key in refused if " of " not in lines[key].partition("):")[0] and key not in OPEN]
     assert silent == [], "their lines name no choices"
     assert all(text in lines[key] for key, text in OPEN.items())
-    for key, choices in {
+    for key, named in {
         "policy.quant_cfg": formats.TRAINED,
         "server.quant_cfg": formats.TRAINED,
         "reward.functions": REWARDS,
@@ -66,7 +66,7 @@ def test_help_names_the_choices_of_every_key_that_refuses_a_made_up_text():
         "train.optimizer": [name.value for name in OptimizerNames],
         "train.loss_type": ("dr_grpo", "dapo", "grpo"),
         "train.scale_rewards": ("group", "batch", "none"),
-        "watch.report_to": checks.TRACKERS,
+        "watch.report_to": choices.TRACKERS,
     }.items():
-        assert f" of {', '.join(choices)})" in lines[key], key
+        assert f" of {', '.join(named)})" in lines[key], key
     assert "longer: dropped, up to data.max_bad_fraction" in lines["rollout.max_prompt_length"]
