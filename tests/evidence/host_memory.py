@@ -36,6 +36,7 @@ LENGTHS = ("prompt", "completion")  # tokens of the longest row
 def child(side: str, out: str, recipe: str, arguments: list[str]) -> None:
     """Run the recipe in this process; write {phase: peak resident GiB} and the longest row's lengths to `out`."""
     from kit.train import trainer
+    from kit.train.figures import StepFigures
 
     found: dict[str, float] = {}
     phases = ["load"]  # the one under way; what is not timed is the update's
@@ -44,10 +45,10 @@ def child(side: str, out: str, recipe: str, arguments: list[str]) -> None:
         found[phases[-1]] = max(found.get(phases[-1], 0.0), peak_resident_gib())
         reset_peak_resident()
 
-    original = trainer.PolicyTrainer.timed
+    original = StepFigures.timed
 
     @contextlib.contextmanager
-    def timed(self: trainer.PolicyTrainer, phase: str) -> Iterator[None]:
+    def timed(self: StepFigures, phase: str) -> Iterator[None]:
         turn()
         phases[:] = [phase]
         try:
@@ -64,7 +65,7 @@ def child(side: str, out: str, recipe: str, arguments: list[str]) -> None:
             found[key] = max(found.get(key, 0), inputs[f"{key}_ids"].shape[1])
         return scored(self, model, inputs, **others)
 
-    trainer.PolicyTrainer.timed, trainer.PolicyTrainer.compute_loss = timed, compute_loss
+    StepFigures.timed, trainer.PolicyTrainer.compute_loss = timed, compute_loss
     if side == "before":
         trainer.use_host_tiles = lambda device: None
         arguments = [*arguments, "--rollout.keep_weights", "never"]
