@@ -9,6 +9,7 @@ from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput
 from kit.core.run_directory import base_directory, read_json
 from kit.rollout.canary import compare, read_canary
+from kit.rollout.protocol import Served
 from kit.rollout.replica import Replica, ReplicaError
 
 
@@ -82,5 +83,5 @@ def expected_base(config: Config) -> str | None:
     return None
 
 
-def _name(served: dict | None) -> str:
+def _name(served: Served | None) -> str:
     return f"{served['session']}/{served['version']}" if served else "the base"

@@ -111,7 +111,7 @@ class Replicas:
             )
             self.running.append(Running(plan, process))
 
-    def wait_ready(self, wait_s: float, check: Callable[[Plan, dict], None]) -> None:
+    def wait_ready(self, wait_s: float, check: Callable[[Plan, Info], None]) -> None:
         """Wait until every replica answers /v1/rollout/info and `check` accepts the answer, within one deadline.
 
         `CheckFailed` names the replica and its log: at once for a process that ended, else at the deadline.

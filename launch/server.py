@@ -23,6 +23,7 @@ from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, command_parser, run_command
 from kit.core.run_directory import base_directory, read_json, write_json
+from kit.rollout.protocol import Info
 from launch.replicas import Replicas, Stopped, started_at, stop_groups
 from launch.vllm_command import Installed, Plan, check_base, check_ports, gpu_gib, installed_vllm, plans, visible_gpus
 
@@ -59,7 +60,7 @@ def start(config: Config, flags: argparse.Namespace, overrides: list[str]) -> in
     if flags.dry_run:
         return DONE
 
-    def check(plan: Plan, info: dict) -> None:
+    def check(plan: Plan, info: Info) -> None:
         check_answer(config, manifest, plan, info)
         print(f"{plan.url} is ready after {time.monotonic() - replicas.started:.0f} s (pid {info['pid']})", flush=True)
 
@@ -131,13 +132,13 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed,
     )
 
 
-def check_answer(config: Config, manifest: dict, plan: Plan, info: dict) -> None:
+def check_answer(config: Config, manifest: dict, plan: Plan, info: Info) -> None:
     """Raise `CheckFailed` if a replica's /info is not what the configuration needs."""
     if wrong := differences(config, manifest, info):
         raise CheckFailed(f"the server at {plan.url} is not what the run needs: {'; '.join(wrong)}. Log: {plan.log}")
 
 
-def differences(config: Config, manifest: dict, info: dict) -> list[str]:
+def differences(config: Config, manifest: dict, info: Info) -> list[str]:
     """How a replica's /info differs from the configuration."""
     rollout, found = config.rollout, []
     needed = rollout.max_prompt_length + rollout.max_completion_length

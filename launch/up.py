@@ -39,6 +39,7 @@ from kit.core.metrics_log import MetricsLog, mean, series
 from kit.core.run_directory import RunDir, base_directory
 from kit.plan.layout import fits
 from kit.plan.placement import Placement, place
+from kit.rollout.protocol import Info
 from launch.replicas import Replicas, Running, Stopped, read_end
 from launch.server import check_answer
 from launch.starting.jobs import Job, JobFailed, kill_trees, leash
@@ -325,7 +326,7 @@ class Up:
         """Wait until every replica answers as the configuration needs; a no-op once they have."""
         servers, config = self.servers, self.start.config
 
-        def check(plan: Plan, info: dict) -> None:
+        def check(plan: Plan, info: Info) -> None:
             check_answer(config, manifest, plan, info)
             self.view.say(f"server {plan.url}: ready after {time.monotonic() - servers.started:.0f} s")
 

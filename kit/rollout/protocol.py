@@ -41,7 +41,13 @@ class Sampling(TypedDict):
     top_k: int
 
 
-NUMBERS = {"n": int, "max_tokens": int, "temperature": (int, float), "top_p": (int, float), "top_k": int}
+NUMBERS: dict[str, type | tuple[type, ...]] = {
+    "n": int,
+    "max_tokens": int,
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": int,
+}
 
 
 class Served(TypedDict):

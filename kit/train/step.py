@@ -194,8 +194,12 @@ class PolicyStep:
         train, columns = self.config.train, rows["completion_ids"].size(1)
         if train.micro_batch_tokens is None:
             return padded_logps(self.accelerator, model, *whole_rows(rows), columns, compute_entropy)
-        how = train.share_prompts, compute_entropy, train.packed_attention
-        return packed_logps(self, model, *whole_rows(rows), columns, *how)
+        return packed_logps(
+            *(self, model, *whole_rows(rows), columns),
+            share_prompts=train.share_prompts,
+            compute_entropy=compute_entropy,
+            attention=train.packed_attention,
+        )
 
     def _entropy_threshold(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
         """The least entropy of a token (b, C) that is learned from, over all processes; None: every token is."""

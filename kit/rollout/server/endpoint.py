@@ -246,7 +246,7 @@ class Routes:
         """Return vLLM's final output per prompt; `Failure` if the weights changed or a request was aborted."""
         epoch = self.versions.epoch
         under_way = served.requests if served else set()
-        work = asyncio.ensure_future(self._all_outputs(prompts, params, served and served.lora, name))
+        work = asyncio.ensure_future(self._all_outputs(prompts, params, served.lora if served else None, name))
         under_way.add(work)
         try:
             outputs = await unless_gone(request, work)
@@ -259,7 +259,7 @@ class Routes:
             raise Failure(400, f"vLLM refuses the request: {error}") from None
         finally:
             under_way.discard(work)
-        self.versions.check_epoch(epoch, served and served.session)
+        self.versions.check_epoch(epoch, served.session if served else None)
         return outputs
 
     async def _all_outputs(

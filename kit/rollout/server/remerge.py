@@ -30,7 +30,7 @@ from kit.core.formats import QuantFormat, fitted
 from kit.rollout.noise import Noise, NoisyNorms
 from kit.rollout.protocol import CONFIG, TENSORS, WEIGHTS
 from kit.rollout.server import base_copy, quantized_fold
-from kit.rollout.server.vllm_types import LinearLayer, ModelRunner, VllmConfig, Worker
+from kit.rollout.server.vllm_types import LinearLayer, ModelConfig, ModelRunner, VllmConfig, Worker
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,8 @@ class Remerge:
     on the server.
     """
 
-    model_runner: ModelRunner  # this and the next two are the worker's
+    model_runner: ModelRunner  # this and the next three are the worker's
+    model_config: ModelConfig
     device: "torch.device"
     vllm_config: VllmConfig
 
