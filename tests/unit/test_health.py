@@ -132,7 +132,8 @@ def test_a_run_whose_reward_never_left_zero_says_so_at_its_end(tmp_path, monkeyp
     monkeypatch.setattr("kit.policy.load.check_base_unchanged", lambda model, facts: None)
     monkeypatch.setattr(RunDir, "newest_adapter", lambda self: self.adapter_dir(6))
     accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model)
-    trainer = SimpleNamespace(run=run, rollout=None, accelerator=accelerator, model=None)
+    sampler = SimpleNamespace(close=lambda: None)
+    trainer = SimpleNamespace(run=run, sampler=sampler, accelerator=accelerator, model=None)
     trainer.state = SimpleNamespace(global_step=6)
     with training(trainer, {"hash": "0" * 64}):
         pass

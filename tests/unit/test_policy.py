@@ -167,13 +167,13 @@ def test_the_reference_is_the_base_with_the_adapter_off(
             if "lora_B" in name:
                 parameter.normal_(0, 0.05)
     seen = []
-    score = built._generate_and_score_completions
+    sample = built.sample
 
-    def keep(inputs):
-        seen.append(score(inputs))
+    def keep(rows):
+        seen.append(sample(rows))
         return seen[-1]
 
-    built._generate_and_score_completions = keep
+    built.sample = keep
     built.train_run(resume=False)
     output = seen[0]
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)  # (B, P + C)
