@@ -38,7 +38,7 @@ class Profiled(Remerge):
         started = time.perf_counter()
         begin.record()
         with torch.inference_mode(), _vllm_context(self):
-            for linear, weight in merged_weights(state, state.staged[key], self.device):
+            for linear, weight in merged_weights(state, state.staged[key].factors, self.device):
                 use(linear, weight)
         launched = time.perf_counter()
         end.record()

@@ -155,9 +155,9 @@ def make_trainer(in_bf16: bool) -> Any:
 
 def kinds() -> tuple[str, ...]:
     """Values of `train.packed_attention` that work on this machine."""
-    from kit.policy.packed.cudnn import problem
+    from kit.policy.packed.cudnn import fault
 
-    return ("flex", "flash") if problem(DIM) else ("flex", "flash", "cudnn")
+    return ("flex", "flash") if fault(DIM) else ("flex", "flash", "cudnn")
 
 
 def passes(model: Any, in_bf16: bool) -> dict[str, Callable[[tuple], tuple]]:
