@@ -390,11 +390,11 @@ def main() -> None:
         with stand_ins():
             compare(True)
     else:
-        from kit.policy.packed.cudnn import problem
+        from kit.policy.packed.cudnn import fault
 
         with part("cuDNN"):
             about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-            if why := problem(DIM):
+            if why := fault(DIM):
                 raise RuntimeError(why)
             import cudnn
 
