@@ -1,5 +1,7 @@
 """The benchmarks of bench without their GPU: what they count, and that their levers are the configuration's."""
 
+import ast
+import importlib.util
 import json
 import os
 import sys
@@ -24,6 +26,30 @@ from update_child import Batch
 from workload import CONFIG, LEVERS, ROOT, WORKS, Work, linear_weights, step_flops, update_flops
 
 from kit.core.config.load import load_config, to_dict
+
+
+def test_what_measurements_import_of_the_kit_exists():
+    """Most of these imports are made on a GPU only, in the middle of a measurement."""
+    wanted = {}
+    for folder in (ROOT / "bench", ROOT / "tests" / "evidence"):
+        for file in sorted(folder.rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("kit.", "merge.", "eval.")):
+                    wanted |= {(node.module, alias.name): file.name for alias in node.names}
+    assert len(wanted) > 100
+    missing = {
+        (file, module, name)
+        for (module, name), file in wanted.items()
+        if not hasattr(importlib.import_module(module), name) and not is_module(f"{module}.{name}")
+    }
+    assert missing == set()
+
+
+def is_module(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize("lever", bench_step.VARIANTS)
