@@ -71,8 +71,14 @@ def parsed(text: str) -> tuple:
 
 
 def math_verify_equal(predicted: str, gold: str) -> bool | None:
-    """Whether math-verify finds the two equal; None if the reference itself cannot be parsed."""
+    """Whether math-verify finds the two equal; None if the reference itself cannot be parsed.
+
+    sympy compares expressions at random points: seeded, so that a pair's verdict does not depend on the pairs before.
+    """
     from math_verify import verify
+    from sympy.core.random import seed
+
+    seed(0)
 
     reference = parsed(gold)
     if not reference:
@@ -84,13 +90,13 @@ def math_verify_equal(predicted: str, gold: str) -> bool | None:
 
 
 def apart(one: Any, other: Any) -> bool:
-    """Whether two numbers differ by more than a rounding of their size: math-verify compares decimal places, so it
-    takes both 1/2004! and 1/2006! for 0."""
+    """Whether two numbers differ by more than a rounding of their size, or only one is infinite: math-verify compares
+    decimal places, so it takes both 1/2004! and 1/2006! for 0, and by chance 5e for infinity."""
     if not (getattr(one, "is_number", False) and getattr(other, "is_number", False)):
         return False
     a, b = one.doit().evalf(20), other.doit().evalf(20)
     if not (a.is_number and b.is_number and a.is_finite and b.is_finite):
-        return False
+        return {a.is_infinite, b.is_infinite} == {True, False}
     return bool(abs(a - b) > NEAR * max(abs(a), abs(b)))
 
 
