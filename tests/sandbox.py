@@ -38,7 +38,7 @@ SET = {
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
 }
-NOT_COPIED = ("runs", "models", "data", "__pycache__")
+MADE_BY_RUNS = ("runs", "models", "data")  # at the root
 
 
 def inside() -> bool:
@@ -57,7 +57,8 @@ def tracked_files(root: Path) -> list[Path]:
         names = []
     if not names:
         for folder, below, files in os.walk(root):
-            below[:] = [name for name in below if name not in NOT_COPIED and (name == ".ci" or name[0] != ".")]
+            left_out = {"__pycache__", *(MADE_BY_RUNS if Path(folder) == root else ())}
+            below[:] = [name for name in below if name not in left_out and (name == ".ci" or name[0] != ".")]
             names += [Path(folder, file).relative_to(root) for file in files if file != ".git"]
     return [name for name in dict.fromkeys(names) if (root / name).is_file()]  # a tracked file may be deleted
 

@@ -113,8 +113,14 @@ def test_this_process_runs_in_a_copy():
 
 @pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
 def test_what_is_copied(tmp_path, monkeypatch, with_git):
-    files = ["Makefile", ".ci/run", ".gitignore", "tests/unit/recorded/run.jsonl", "new file.py"]
-    ignored = [".venv/bin/python", "runs/tiny/base.json", "models/a/config.json", "eval/__pycache__/a.pyc"]
+    files = ["Makefile", ".ci/run", ".gitignore", "tests/unit/recorded/run.jsonl", "new file.py", "kit/data/a.py"]
+    ignored = [
+        ".venv/bin/python",
+        "runs/tiny/base.json",
+        "models/a/config.json",
+        "data/a.jsonl",
+        "eval/__pycache__/a.pyc",
+    ]
     for name in [*files, *ignored]:
         (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "from" / name).write_text(name)
