@@ -99,9 +99,9 @@ def test_packed_rows_of_the_policys_pass_and_of_the_references(build, monkeypatc
     passes: dict[bool, list] = {True: [], False: []}
     packed_logps = step_part.packed_logps
 
-    def seen(trainer: Any, model: Any, ids: Any, mask: Any, keep: int, shared: bool, *others: Any) -> Any:
-        passes[torch.is_grad_enabled()].append((ids.tolist(), shared, others[1]))
-        return packed_logps(trainer, model, ids, mask, keep, shared, *others)
+    def seen(trainer: Any, model: Any, ids: Any, *others: Any, **how: Any) -> Any:
+        passes[torch.is_grad_enabled()].append((ids.tolist(), how["share_prompts"], how["attention"]))
+        return packed_logps(trainer, model, ids, *others, **how)
 
     monkeypatch.setattr(step_part, "packed_logps", seen)
     keys = {**PACKED, "train.packed_attention": attention, "train.share_prompts": share}
