@@ -374,10 +374,11 @@ def test_completions_are_written_row_by_row_with_what_belongs_to_them(policy, mo
     assert len(made.recorder.written[7]) == 2
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("due", [True, False])
-def test_what_is_sampled_is_recorded_counted_and_followed_by_what_is_due(policy, monkeypatch, overlap, due):
-    """Without a model: the order of the parts, and what they hand on."""
+def test_what_is_sampled_is_recorded_counted_and_followed_by_what_is_due(policy, overlap, due, processes):
+    """Without a model: the order of the parts, and what they hand on, in the last of the processes."""
     order, asked = [], []
     made_ids = Rollouts([[1, 2], [3] * 5], None, 4, Report({"canary_delta": 0.1}, {"rollout_hidden": 0.5}))
 
@@ -396,9 +397,10 @@ def test_what_is_sampled_is_recorded_counted_and_followed_by_what_is_due(policy,
 
     def rewarded(rows, prompts, completions, ids) -> torch.Tensor:
         order.append("rewards")
-        return torch.tensor([[1.0], [0.0]])
+        return torch.tensor([[9.0], [0.0]] * (processes - 1) + [[1.0], [0.0]])
 
     accelerator = Accelerator()
+    accelerator.num_processes, accelerator.process_index = processes, processes - 1
     accelerator.gather = lambda tensor: tensor
     rows = [{"problem_id": name, "prompt": [{"content": name}]} for name in "ba"]
     made = policy(
@@ -426,12 +428,14 @@ def test_what_is_sampled_is_recorded_counted_and_followed_by_what_is_due(policy,
     expected = [("generate", [[1] * 3] * 2), ("begin", [[4] * 3]), "held out", "reference", "rewards"]
     assert order == [one for one in expected if (overlap or one[0] != "begin") and (due or one != "held out")]
     assert made.recorder.ledgers == [(7, ["b", "a"])] and asked == [7]
-    assert made.figures.counts == {"completion_tokens": 7, "tokens": 13} and made.state.num_input_tokens_seen == 113
+    assert made.figures.counts == {"completion_tokens": 7 * processes, "tokens": 13 * processes}
+    assert made.state.num_input_tokens_seen == 100 + 13 * processes
     assert made.figures.version == 4 and made.figures.values["canary_delta"] == 0.1
     assert made.figures.seconds["rollout_hidden"] == 0.5 and made.figures.seconds["sync"] == 0.25 * overlap
     assert made.figures.values.get("heldout_accuracy") == (0.25 if due else None)
     assert batch["advantages"].tolist() == [0.5, -0.5]
     assert batch["completion_mask"].tolist() == [[1, 1, 0, 0, 0], [0] * 5], "the second has no end"
+    assert [[*row.values()] for row in made._sampled.rewards[-2:]] == [[1.0], [0.0]]
     assert made._sampled.versions == [4, 4] and made._sampled.problem_ids == ["b", "a"]
 
 

@@ -202,6 +202,8 @@ def test_a_token_of_dapo_weighs_by_those_of_a_whole_step(processes, steps, accum
     for one, share in ((mask, mask.sum().item() / tokens), (torch.zeros_like(mask), 0.0)):
         rows = rows_of(one, completion_ids=one, num_items_in_batch=torch.tensor(100))
         assert made.loss(None, rows, accumulated).item() == pytest.approx(-share)
+    rows = rows_of(torch.zeros_like(mask), completion_ids=mask, num_items_in_batch=torch.tensor(0))
+    assert made.loss(None, rows, accumulated).item() == 0, "a step without a token"
 
 
 def test_the_tokens_of_highest_entropy_are_those_of_all_processes():
@@ -238,15 +240,13 @@ def test_a_step_s_figures_are_of_the_rows_of_all_processes_and_reported_once():
             return torch.cat([tensor, other.extremes[None]])
 
     made = update(accelerator=Processes())
-    moved = policy.clone()
-    moved[0] += 1
-    # In the other process all three rows are clipped.
+    # In the other process all three rows are clipped, in this one none.
     one_step(made, rows_of(mask, old_per_token_logps=policy), policy + 1, torch.full_like(policy, 2.0))
     other, made.tally = made.tally.figures, StepTally()
-    one_step(made, rows_of(mask, old_per_token_logps=policy), moved, torch.full_like(policy, 1.0))
+    one_step(made, rows_of(mask, old_per_token_logps=policy), policy, torch.full_like(policy, 1.0))
     made.finish(made.tally)
     found = {name: value for name, (value,) in made.metrics.items()}
-    assert found["entropy"] == pytest.approx(1.5) and found["clip_ratio/region_mean"] == pytest.approx(4 / 6)
+    assert found["entropy"] == pytest.approx(1.5) and found["clip_ratio/region_mean"] == pytest.approx(3 / 6)
     assert found["clip_ratio/high_max"] == 1.0 and found["clip_ratio/low_min"] == 0.0
     assert "kl" not in found and "entropy_coef" not in found
 
