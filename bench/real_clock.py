@@ -158,7 +158,7 @@ class Clock:
         """Wait until the card has released the memory of the previous run."""
         deadline = time.time() + FREE_S
         while time.time() < deadline and any(
-            now > before + FREE_GIB for now, before in zip(self.watch.now, empty, strict=True)
+            used > before + FREE_GIB for used, before in zip(self.watch.now, empty, strict=True)
         ):
             time.sleep(0.2)
 

@@ -72,7 +72,7 @@ def micro_batch(kind: str = "plain", seed: int = 0, dtype=torch.float32) -> dict
         "sampling_per_token_logps": sampler,
         "advantages": advantages,
         "completion_mask": mask,
-        # Of the rows of both processes and all accumulation steps.
+        # Counts the rows of both processes and all accumulation steps.
         "num_items_in_batch": mask.sum() * PROCESSES * ACCUMULATED,
     }
 

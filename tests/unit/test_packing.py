@@ -103,7 +103,7 @@ def packed_pass(stub, model, data, share: bool):
 
 
 def gradients(model, logps, entropies, data) -> torch.Tensor:
-    """Of a loss in which every position has a weight of its own; positions that are padding count as well."""
+    """Gradients of a loss that weights every position differently, padding included."""
     model.zero_grad()
     weight = torch.linspace(-1, 2, logps.numel()).view_as(logps) * data[1][:, -data[2] :]
     ((logps * weight).exp().sum() + (entropies * weight.sin()).sum()).backward()

@@ -19,7 +19,7 @@ GIB = 2**30
 H200 = CARDS["h200"]
 EIGHT = shape_by_size("8b")
 SMALL = Shape("small", 64, 160, 4, heads=4, kv_heads=2, head_dim=24, vocabulary=1000, tied=False, positions=4096)
-# Of one layer: q, k, v, o and gate, up, down.
+# One layer: q, k, v, o and gate, up, down.
 WEIGHTS = 64 * 96 + 2 * 64 * 48 + 96 * 64 + 3 * 64 * 160
 EDGES = (64 + 96) + 2 * (64 + 48) + (96 + 64) + 3 * (64 + 160)
 # Nothing takes time on them but arithmetic, or but moving bytes.

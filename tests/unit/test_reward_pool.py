@@ -165,7 +165,7 @@ def test_a_replacement_is_forked_and_imports_nothing(hostile):
             Verdict(None, "timeout"),
             Verdict(True, "algebra"),
         ]
-    # Of its children that ended: importing sympy five times takes longer.
+    # CPU time of children that ended: importing sympy five times takes longer.
     assert sum(psutil.Process(server).cpu_times()[2:4]) - taken < 2
     assert pool._server.process.pid == server and pool.pids() != first
 

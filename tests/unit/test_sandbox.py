@@ -1,4 +1,4 @@
-"""Of the checkout and the environment that they were started in, tests see the tracked files and nothing else."""
+"""Tests see the tracked files of their checkout and nothing of the environment that started them."""
 
 import json
 import os

@@ -30,7 +30,7 @@ def test_a_format_decides_how_the_server_is_started(quant_cfg, weights, extensio
     assert f"--worker-extension-cls {extension} " in command
     assert f'--additional-config {{"quant_cfg": "{name}"}}' in command
     assert (f"--quantization {weights}" in command) == TRAINED[name].by_vllm
-    assert "additional" not in only(plans(config(), CUDA, ["0"])), "a server without a format is told of one"
+    assert "additional" not in only(plans(config(), CUDA, ["0"])), "a server without a format gets no quant_cfg"
 
 
 @pytest.mark.parametrize(

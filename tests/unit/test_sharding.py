@@ -1,4 +1,4 @@
-"""What of a split base is refused before anything is loaded, and what is set before it is split.
+"""Settings that conflict with a split base are refused before anything is loaded; what is set before the split.
 
 That FSDP2 and ZeRO-3 train is shown by tests/smoke/test_two_processes.py.
 """

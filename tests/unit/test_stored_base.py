@@ -146,7 +146,7 @@ def test_a_base_keeps_its_hash_through_peft_and_a_step_and_a_changed_byte_shows(
 @pytest.mark.parametrize("kind", ["fp8", "none"])
 @pytest.mark.parametrize("by_inputs", [None, True, False], ids=["whole", "by inputs", "by outputs"])
 def test_a_remerge_is_the_base_and_the_update_rounded_once(tmp_path, kind, by_inputs):
-    """Of a worker's fused layer, and of its half where two workers split it."""
+    """Covers a worker's fused layer whole, and either half when two workers split it."""
     export(Original(shared_model(), "bfloat16", True, quantization=kind), tmp_path / "base", ORIGIN, None)
     base = dict(dequantized_tensors(shared_model(), read_json(tmp_path / "base/base.json")))
     names = [f"model.layers.0.self_attn.{leaf}" for leaf in ("q_proj", "k_proj")]
