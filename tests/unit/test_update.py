@@ -273,7 +273,7 @@ def test_equal_rewards_teach_nothing_whatever_their_mean_rounds_to(build, change
 
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
 def test_groups_without_spread_are_counted_whatever_divides_the_advantages(build, scale):
-    # Four groups: one with a spread, one with a single reward that could be computed, one with none.
+    # Four groups: one flat, one with a spread, one with a single reward that could be computed, one with none.
     rewards = [0.7] * 4 + [0.0, 1.0, 1.0, 1.0] + [None, None, 1.0, None] + [None] * 4
     trainer = build({"train.scale_rewards": scale})
     trainer.reward_funcs[0] = lambda completions, **others: rewards
