@@ -20,6 +20,7 @@ from kit.core.errors import DONE, BadInput, CheckFailed
 from kit.core.formats import find_experts
 from kit.core.run_directory import manifest_as_written, publish, write_manifest
 from kit.weights.checkpoint import checkpoint_shards, find_checkpoint, read_tensor
+from kit.weights.layout import parameter_shapes
 from kit.weights.model_files import DEQUANTIZED, read_config, select_shards, without_weights
 from kit.weights.read_quantized import StoredWeights
 from kit.weights.shards import write_parts
@@ -124,7 +125,7 @@ def plan_model(config: Any) -> Plan:
         model = without_weights(config)
     except (ImportError, ValueError) as error:
         raise BadInput(f"{config.name_or_path} cannot be built: {str(error).splitlines()[0]}") from None
-    return Plan({name: tuple(one.shape) for name, one in model.named_parameters()}, frozenset(), {}, "none")
+    return Plan(parameter_shapes(model), frozenset(), {}, "none")
 
 
 class QuantizedCheckpoint:

@@ -19,6 +19,7 @@ from kit.core import lora
 from kit.core.errors import BadInput
 from kit.core.run_directory import publish, read_json, write_manifest
 from kit.weights.frozen_base import BaseCheckpoint, BaseTensor
+from kit.weights.layout import expert_factors
 from kit.weights.nf4 import PIECE
 from kit.weights.shards import Behind, TensorFile, flush, name_files
 from merge.chat_template import check_defaults, set_defaults
@@ -73,7 +74,36 @@ def read_adapter(directory: Path, base: BaseCheckpoint) -> dict[str, Factors]:
             found.setdefault(module, {})[factor] = file.get_tensor(key)
     if not found:
         raise BadInput(f"{directory} holds no LoRA tensor.")
-    return {f"{module}.weight": _factors(directory, module, pair, config, base) for module, pair in found.items()}
+    updates: dict[str, Factors] = {}
+    for module, pair in found.items():
+        if (parameter := lora.expert_parameter(config, module)) is not None:
+            updates |= _expert_factors(directory, parameter, pair, config, base)
+        else:
+            updates[f"{module}.weight"] = _factors(directory, module, pair, config, base)
+    return updates
+
+
+def _expert_factors(
+    directory: Path, parameter: str, pair: dict, config: dict, base: BaseCheckpoint
+) -> dict[str, Factors]:
+    """Factors of every expert's matrices in a fused parameter."""
+    a, b = _whole(directory, parameter, pair)
+    try:
+        found = expert_factors(base.experts, parameter, a, b)
+    except ValueError as error:
+        raise BadInput(f"{directory}: {error}.") from None
+    if not found:
+        raise BadInput(f"{directory} names {parameter}, which the base {base.directory} does not have.")
+    rank, scale = lora.rank_of(config, parameter), lora.scale_of(config, parameter)
+    if (stored := next(iter(found.values()))[0].shape[0]) != rank:
+        raise BadInput(f"{directory}: {parameter} has rank {stored}, its adapter_config.json says {rank}.")
+    return {name: Factors(*factors, scale) for name, factors in found.items()}
+
+
+def _whole(directory: Path, module: str, pair: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    if missing := {"lora_A", "lora_B"} - set(pair):
+        raise BadInput(f"{directory} has {module} without {missing.pop()}: the file is not whole.")
+    return pair["lora_A"], pair["lora_B"]
 
 
 def _split_key(directory: Path, key: str) -> tuple[str, str]:
@@ -89,9 +119,7 @@ def _split_key(directory: Path, key: str) -> tuple[str, str]:
 def _factors(directory: Path, module: str, pair: dict, config: dict, base: BaseCheckpoint) -> Factors:
     if f"{module}.weight" not in base.files:
         raise BadInput(f"{directory} names {module}, which the base {base.directory} does not have.")
-    if missing := {"lora_A", "lora_B"} - set(pair):
-        raise BadInput(f"{directory} has {module} without {missing.pop()}: the file is not whole.")
-    a, b = pair["lora_A"], pair["lora_B"]
+    a, b = _whole(directory, module, pair)
     rank = lora.rank_of(config, module)
     shape = base.shape(f"{module}.weight")
     if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):

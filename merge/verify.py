@@ -22,7 +22,9 @@ from kit.core.chat import arguments_of, render, special_tokens
 from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, check_adapter_file, read_manifest
+from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
 from kit.weights.checkpoint import find_checkpoint
+from kit.weights.experts import FrozenExperts
 from kit.weights.fp8 import Fp8Linear
 from kit.weights.frozen_base import BaseCheckpoint, default_device, disable_cpu_repacking, load_base
 from merge.trained import find_trained
@@ -105,6 +107,8 @@ def compute_in(model: torch.nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         if isinstance(module, Linear4bit | Fp8Linear):
             module.compute_dtype, module.compute_type_is_set = dtype, True
+        elif isinstance(module, FrozenExperts):
+            module.compute_dtype = dtype
         elif isinstance(module, torch.nn.Linear) and not hasattr(module, "storage_dtype"):
             module.storage_dtype = module.weight.dtype  # the dtype that kit/weights/quantize.py rounds to
     for parameter in model.parameters():
@@ -182,7 +186,9 @@ def load_policy(
         # them the dtype of the packed NF4 weights.
         settings = PeftConfig.from_pretrained(str(adapter))
         settings.init_lora_weights = True
-        model = PeftModel.from_pretrained(model, str(adapter), config=settings)
+        with targets_as_named():
+            model = PeftModel.from_pretrained(model, str(adapter), config=settings)
+        use_adapted_experts(model)
         compute_in(model, dtype)
     if trained is not None:
         from kit.policy.quantized_linear import load_quantizer_state, use_quantized_linears

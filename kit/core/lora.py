@@ -11,7 +11,6 @@ BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Other adapter features of peft 0.21, by the key of adapter_config.json that enables them.
 OTHER_KINDS = {
     "fan_in_fan_out": "the factors are transposed (Conv1D models)",
-    "target_parameters": "adapters on bare parameters (fused experts)",
     "layer_replication": "the adapter belongs to a model with repeated layers; train without it",
     "alora_invocation_tokens": "the adapter holds for a part of the sequence; train a plain LoRA",
     "trainable_token_indices": "trained rows of the embedding; train without them",
@@ -23,11 +22,14 @@ OTHER_KINDS = {
     "velora_config": "peft does not put VeLoRA on a quantized base; train a plain LoRA",
     "megatron_config": "the adapter belongs to Megatron's parallel layers; train it on the transformers model",
 }
+# Fused parameters of a layer's experts (transformers 5) that `target_parameters` may name, in the order in which peft
+# wraps them: the last is the outer wrapper.
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 # Keys of peft 0.21 under which an adapter still adds s·B·A, or that `reasons` checks: shape and place of the factors,
 # their initialization, dropout, and where the file comes from. `merge` and the servers read the first two rows.
 UNDERSTOOD = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "peft_type"),
-    *("bias", "lora_bias", "use_dora", "modules_to_save", "init_lora_weights"),
+    *("bias", "lora_bias", "use_dora", "modules_to_save", "init_lora_weights", "target_parameters"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "ensure_weight_tying"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core"),
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
@@ -53,6 +55,11 @@ def reasons(config: dict, tied: bool = False) -> list[str]:
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         found.append("trained biases (bias or lora_bias): the base's biases are frozen; train with bias='none'")
     found += [f"{key}: {why}" for key, why in OTHER_KINDS.items() if config.get(key)]
+    if odd := [name for name in config.get("target_parameters") or () if not _is_expert_parameter(name)]:
+        found.append(
+            f"target_parameters names {odd[0]}; of bare parameters only those of fused experts are taken "
+            f"({', '.join(f'experts.{name}' for name in EXPERT_PARAMETERS)})"
+        )
     found += [
         f"{key} ({str(value)[:40]}): this version does not know what it does to the weights; train without it"
         for key, value in config.items()
@@ -69,6 +76,26 @@ def reasons(config: dict, tied: bool = False) -> list[str]:
     if tied and "lm_head" in (config.get("target_modules") or []):
         found.append("it targets lm_head, which shares its weight with the input embedding; leave lm_head out")
     return found
+
+
+def _is_expert_parameter(name: str) -> bool:
+    return f".{name}".endswith(tuple(f".experts.{one}" for one in EXPERT_PARAMETERS))
+
+
+def expert_parameter(config: dict, module: str) -> str | None:
+    """Name of the fused parameter (`….experts.gate_up_proj`) that a LoRA factor's `module` in an adapter's file stands
+    for; None for a linear layer.
+
+    peft nests one wrapper per targeted parameter, in the order of `EXPERT_PARAMETERS`, so that all but the last have
+    `.base_layer` in their names.
+    """
+    inner = module.count(".base_layer")
+    plain = module.replace(".base_layer", "")
+    named = [name for name in config.get("target_parameters") or () if _is_expert_parameter(name)]
+    if not plain.endswith(".experts") or not named:
+        return None
+    wrapped = [one for one in EXPERT_PARAMETERS if any(name.endswith(f".{one}") for name in named)]
+    return f"{plain}.{wrapped[-1 - inner]}" if inner < len(wrapped) else None
 
 
 def rank_of(config: dict, module: str) -> int | None:

@@ -5,13 +5,15 @@ Covers loading, the adapter's shape, publishing versioned adapters, and verifyin
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kit.core.chat import check_template, model_stop_tokens, question_messages
 from kit.core.config.schema import Config, PolicyConfig
+from kit.core.config.sharding_rules import announced
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
 from kit.core.formats import find_experts
+from kit.core.lora import EXPERT_PARAMETERS
 from kit.core.run_directory import (
     RunDir,
     check_adapter_file,
@@ -22,29 +24,30 @@ from kit.core.run_directory import (
 )
 from kit.policy.sharding import quant_storage
 from kit.weights.frozen_base import hash_base, load_frozen, unquantized_config
-from kit.weights.model_files import check_complete, check_names
+from kit.weights.layout import expert_matrices, expert_modules, unquantized_names
+from kit.weights.model_files import check_complete, check_names, without_weights
+from kit.weights.nf4 import BLOCK_SIZE
 
 if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+# Layers that send tokens to experts. transformers 5 makes most of them no linear layer; none gets an adapter.
+ROUTERS = ("gate", "router", "shared_expert_gate")
+
 
 def check_base(config: Config) -> "PreTrainedConfig":
     """Check the base model without reading any weight; return its transformers config.
 
-    `BadInput` if the model is missing, already quantized or a mixture of experts; if transformers cannot build it with
-    `model.attn_implementation`; if a name in `policy.target_modules` is not a linear layer of it (peft would silently
+    `BadInput` if the model is missing, already quantized or a mixture of experts that cannot be trained with this
+    configuration; if transformers cannot build it with `model.attn_implementation`; if a name in `policy.target_modules` is not a linear layer of it (peft would silently
     adapt only the others); if no layer of it would get an adapter; or if its files lack some of its tensors or name
     them differently.
     """
     config.model.check_path()
     facts = unquantized_config(config.model.source, config.model.revision)
-    if experts := find_experts(facts.to_dict()):
-        raise BadInput(
-            f"{config.model.source} ({facts.model_type}) is a mixture of experts ({experts}): its experts' weights "
-            "would neither be quantized nor get an adapter, and merge does not know them. Take a dense model."
-        )
+    check_experts(config, facts)
     if not adapted_layers(config, facts):
         raise BadInput(
             f"{config.model.source} ({facts.model_type}) has no linear layer that could get an adapter: its products "
@@ -56,9 +59,54 @@ def check_base(config: Config) -> "PreTrainedConfig":
     return facts
 
 
+def check_experts(config: Config, facts: "PreTrainedConfig") -> None:
+    """`BadInput` for a mixture of experts whose experts no rule knows, and for settings that do not reach experts."""
+    found = find_experts(facts.to_dict())
+    try:
+        matrices = expert_matrices(without_weights(facts))
+    except BadInput as error:
+        raise BadInput(f"{config.model.source}: {error} Take another model.") from None
+    if found and not matrices:
+        raise BadInput(
+            f"{config.model.source} ({facts.model_type}) is a mixture of experts ({found}) whose experts' layers are "
+            "not known here: they would neither be quantized nor get an adapter. Take another model."
+        )
+    if not matrices:
+        return
+    policy, why = config.policy, []
+    if policy.quant_cfg is not None:
+        why.append("policy.quant_cfg does not reach experts. Leave it out")
+    if policy.compute == "fp8":
+        why.append("policy.compute fp8 does not reach experts. Use fused or plain")
+    if policy.lora_dropout and policy.expert_rank != 0:
+        why.append(f"policy.lora_dropout ({policy.lora_dropout}) cannot be applied to experts. Set it to 0")
+    if kind := announced():
+        why.append(f"{kind} would split its experts, which was not tested. Use one process, or DDP")
+    if config.rollout.backend == "server" and config.rollout.sync == "adapter" and policy.expert_rank != 0:
+        why.append("a server cannot serve an adapter on experts unmerged. Set rollout.sync to remerge")
+    place = next((one for one in matrices.values() if one.rows * one.columns % BLOCK_SIZE), None)
+    if policy.quantization == "nf4" and place is not None:
+        why.append(
+            f"its experts have matrices of {place.rows} x {place.columns}, which NF4's blocks of {BLOCK_SIZE} do not "
+            "divide. Set policy.quantization to fp8 or none"
+        )
+    if routers := [name for name in routing_names(policy.target_modules) if name in ROUTERS]:
+        why.append(
+            f"policy.target_modules names {', '.join(routers)}: routers stay frozen, because sampler and trainer must "
+            "send a token to the same experts. Remove it"
+        )
+    if why:
+        raise BadInput(f"{config.model.source} ({facts.model_type}) is a mixture of experts: {'; '.join(why)}.")
+
+
+def routing_names(targets: str | list[str]) -> list[str]:
+    """Last parts of the names in `policy.target_modules`."""
+    return [] if isinstance(targets, str) else [name.rpartition(".")[2] for name in targets]
+
+
 def adapted_layers(config: Config, facts: "PreTrainedConfig") -> list[str]:
-    """Names of the linear layers that get an adapter, for a model with the transformers config `facts`; reads no
-    weights. Errors as in `check_base`."""
+    """Names of the modules that get an adapter, as an adapter's file has them, for a model with the transformers config
+    `facts`; reads no weights. Errors as in `check_base`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -67,16 +115,30 @@ def adapted_layers(config: Config, facts: "PreTrainedConfig") -> list[str]:
             model = AutoModelForCausalLM.from_config(facts, attn_implementation=config.model.attn_implementation)
     except (ImportError, ValueError) as error:
         raise BadInput(f"{config.model.source} cannot be built: {str(error).splitlines()[0]}") from None
-    head = model.get_output_embeddings()
+    return adapted_linears(config.policy.target_modules, model) + adapted_experts(config.policy, model)
+
+
+def adapted_linears(targets: str | list[str], model: "torch.nn.Module") -> list[str]:
+    """Names of a model's linear layers that `policy.target_modules` names; `BadInput` if it names any other."""
+    import torch
+
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    targets = config.policy.target_modules
     if isinstance(targets, str):  # all-linear: as in peft, all but the output layer
-        return [name for name in linears if model.get_submodule(name) is not head]
+        others = set(unquantized_names(model))
+        return [name for name in linears if name not in others]
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):
             known = sorted({name.rpartition(".")[2] for name in linears})
             raise BadInput(f"policy.target_modules names {target!r}; linear layers here are {', '.join(known)}.")
     return [name for name in linears if any(name == target or name.endswith(f".{target}") for target in targets)]
+
+
+def adapted_experts(policy: PolicyConfig, model: "torch.nn.Module") -> list[str]:
+    """Names of the wrappers that hold the adapter of a model's routed experts, inner ones first."""
+    if policy.expert_rank == 0:
+        return []
+    inner = len(EXPERT_PARAMETERS) - 1
+    return [f"{name}{'.base_layer' * level}" for name in expert_modules(model) for level in range(inner, -1, -1)]
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
@@ -148,18 +210,29 @@ def bare_generation_config(own: "GenerationConfig") -> "GenerationConfig":
     return GenerationConfig(**{name: getattr(own, name) for name in names})
 
 
-def lora_config(policy: PolicyConfig) -> "LoraConfig":
-    """Build peft's `LoraConfig`. Bias, DoRA and extra saved modules stay off: no rollout server supports them."""
+def lora_config(policy: PolicyConfig, base: "torch.nn.Module | None" = None) -> "LoraConfig":
+    """Build peft's `LoraConfig`, for a dense model or for `base`. Bias, DoRA and extra saved modules stay off: no rollout server supports
+    them."""
     from peft import LoraConfig
 
+    experts: dict[str, Any] = {}
+    targets = policy.target_modules
+    if base is not None and expert_modules(base):
+        # peft 0.21 reads all-linear as it was for transformers 4, where routers and experts were linear layers.
+        targets = sorted({name.rpartition(".")[2] for name in adapted_linears(targets, base)})
+        if policy.expert_rank != 0:
+            names = [f"experts.{name}" for name in EXPERT_PARAMETERS]
+            experts["target_parameters"] = names
+            experts["rank_pattern"] = dict.fromkeys(names, policy.expert_rank or policy.lora_rank)
     return LoraConfig(
         r=policy.lora_rank,
         lora_alpha=policy.lora_alpha,
         lora_dropout=policy.lora_dropout,
         use_rslora=policy.use_rslora,
-        target_modules=policy.target_modules,
+        target_modules=targets,
         bias="none",
         task_type="CAUSAL_LM",
+        **experts,
     )
 
 

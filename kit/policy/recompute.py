@@ -46,6 +46,7 @@ ADAPTER = {"lora_A", "lora_B"}
 aten = torch.ops.aten
 # Positions of a product's operands among its arguments.
 OPERANDS = {aten.mm.default: (0, 1), aten._scaled_mm.default: (0, 1), aten.addmm.default: (1, 2)}
+OPERANDS |= {aten._grouped_mm.default: (0, 1)}  # experts
 ADDS = (aten.addmm_.default, aten.add_.Tensor)
 
 

@@ -358,7 +358,7 @@ def trainer_parts(config: Config, run: RunDir, task: Task, arguments: Any) -> tu
     parts = {"config": config, "run": run, "base_hash": facts["hash"], "rollout": rollout, "model": base}
     parts |= {"args": arguments, "train_dataset": task.dataset, "processing_class": task.tokenizer}
     parts |= {"reward_funcs": task.rewards, "heldout": task.heldout}
-    return parts | {"peft_config": lora_config(config.policy)}, facts
+    return parts | {"peft_config": lora_config(config.policy, base)}, facts
 
 
 def out_of_memory(config: Config, step: int, error: Exception) -> CheckFailed:

@@ -28,6 +28,7 @@ from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
 from kit.core.run_directory import RunDir, checkpoint_step
 from kit.policy.adapter_dropout import turned_off
+from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
 from kit.policy.fused_linear import check_compute, use_fused_linears
 from kit.policy.liger import use_kernels
 from kit.policy.load import load_adapter_weights, publish_adapter, set_adapter_dtype
@@ -253,7 +254,8 @@ class PolicyTrainer(GRPOTrainer):
         loss: LossFunction | None = None,
         **kwargs: Any,
     ):
-        super().__init__(**kwargs)
+        with targets_as_named():
+            super().__init__(**kwargs)
         split = prepare(self.accelerator, self.model)
         use_host_tiles(self.accelerator.device)
         if self.ref_model is not None or "ref" in self.model.peft_config:
@@ -268,6 +270,7 @@ class PolicyTrainer(GRPOTrainer):
         set_adapter_dtype(self.model, config.policy.adapter_dtype)
         if config.policy.init_adapter:
             load_adapter_weights(self.model, config.policy.init_adapter)
+        use_adapted_experts(self.model)
         if config.policy.compute != "plain":
             use_fused_linears(self.model, config.policy.compute)
         if config.policy.quant_cfg is not None:

@@ -7,6 +7,7 @@ in the dtype it was trained with.
 Not covered: FP4, 8-bit integers, NF4 block sizes other than the one transformers quantizes with.
 """
 
+import functools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,12 @@ from kit.core.errors import BadInput, CheckFailed
 from kit.weights import fp8
 from kit.weights.base_dropout import clear_dropout_rates, turn_off_dropout
 from kit.weights.checkpoint import read_tensor
+from kit.weights.experts import FrozenExperts, experts_of, frozen_experts, read_experts
 from kit.weights.fp8 import Fp8Linear, store_in_fp8
 from kit.weights.gather import is_split, whole
 from kit.weights.hashing import dtype_name, hash_fp8, hash_pairs, hash_quantized, hash_tensor
+from kit.weights.layout import ExpertMatrix, expert_matrices, unquantized_names
 from kit.weights.model_files import (
-    output_embedding,
     refuse_made_up,
     select_shards,
     unquantized_config,
@@ -56,10 +58,13 @@ def load_frozen(
     config = unquantized_config(path, revision)
     device, dtype = device or default_device(), getattr(torch, dtype) if isinstance(dtype, str) else dtype
     place = {"device_map": {"": device}} if quantization == "none" else {}
-    model = _whole_model(path, config=config, revision=revision, dtype=dtype, **place, **kwargs)
+    blank = without_weights(config)
+    with frozen_experts(blank):
+        model = _whole_model(path, config=config, revision=revision, dtype=dtype, **place, **kwargs)
     if quantization == "fp8":
         names = [name for name in stored_linears(model) if name not in (skip_modules or ())]
         store_in_fp8(model, names, device)
+    read_experts(model, path, revision, quantization, dtype, device, nested=False)
     return model.to(device)
 
 
@@ -85,7 +90,9 @@ def load_nf4(
     config = unquantized_config(path, revision)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     device = device or default_device()
-    with one_thread():
+    blank = without_weights(config)
+    skipped = [*unquantized_names(blank), *(skip_modules or ())]
+    with one_thread(), frozen_experts(blank):
         model = _whole_model(
             path,
             config=config,
@@ -99,11 +106,12 @@ def load_nf4(
                 bnb_4bit_compute_dtype=dtype,
                 bnb_4bit_quant_storage=quant_storage,
                 # A list replaces transformers' own, which protects the output embedding, so it must include that.
-                llm_int8_skip_modules=None if not skip_modules else [*output_embedding(config), *skip_modules],
+                llm_int8_skip_modules=skipped,
             ),
             **kwargs,
         )
     disable_cpu_repacking(model)
+    read_experts(model, path, revision, "nf4", dtype, device, double_quantization)
     return model
 
 
@@ -128,8 +136,8 @@ def stored_linears(model: torch.nn.Module) -> list[str]:
     else all but the output embedding and an adapter's own."""
     from bitsandbytes.nn import Linear4bit
 
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head]
+    out = set(unquantized_names(model)) if hasattr(model, "get_output_embeddings") else set()
+    found = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and name not in out]
     found = [name for name in found if not _is_of_adapter(name)]
     for kind in (Linear4bit, Fp8Linear):
         if chosen := [name for name in found if isinstance(model.get_submodule(name), kind)]:
@@ -221,23 +229,40 @@ def hash_base(model: torch.nn.Module) -> dict:
                     quantized.append(name.removesuffix(".weight"))
                 if is_split(parameter):
                     jobs[name].result()  # one tensor at a time: the base as a whole may not fit
+        for name, experts, place in _expert_weights(model):
+            jobs[name] = pool.submit(experts.hash, place.name, place.index)
+            quantized.append(name.removesuffix(".weight"))
+            if experts.storage == "nf4" and experts.is_nested:
+                offsets[name] = getattr(experts, f"{place.name}_offset")[place.index].item()
         tensors = {name: job.result() for name, job in sorted(jobs.items())}
     if facts is None:
         if not (names := stored_linears(model)):
             raise BadInput("the model has no linear layer, so it has no base to hash. Load it with load_frozen.")
         weight = model.get_submodule(names[0]).weight
-        facts, quantized = plain_facts("none", weight.dtype, weight.device), [plain_name(name) for name in names]
+        facts = plain_facts("none", weight.dtype, weight.device)
+        quantized += [plain_name(name) for name in names]
     config = getattr(model, "config", None)
     where = {"model": getattr(config, "_name_or_path", None), "revision": getattr(config, "_commit_hash", None)}
     return base_facts(tensors, offsets, quantized, facts, **where)
 
 
 def _named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model's parameters, and the weights that kit/policy/host_embedding.py keeps out of them."""
-    yield from model.named_parameters()
+    """Yield the model's parameters, without those of experts, and the weights that kit/policy/host_embedding.py keeps
+    out of them."""
+    experts = {id(parameter) for one in experts_of(model).values() for parameter in one.parameters()}
+    yield from ((name, one) for name, one in model.named_parameters() if id(one) not in experts)
     for name, module in model.named_modules():
         if (weight := getattr(module, "host_weight", None)) is not None:
             yield f"{name}.weight", weight
+
+
+def _expert_weights(model: torch.nn.Module) -> Iterator[tuple[str, FrozenExperts, ExpertMatrix]]:
+    """Yield (name in the checkpoint, module, place) of every expert's matrices."""
+    modules = {plain_name(name): one for name, one in experts_of(model).items()}
+    if modules:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        for name, place in expert_matrices(base).items():
+            yield name, modules[place.module], place
 
 
 def _quant_state(model: torch.nn.Module, name: str, parameter: torch.Tensor) -> Any:
@@ -314,6 +339,11 @@ class BaseCheckpoint:
         self.shards = select_shards(self.directory, set(info["tensors"]), self.config, self._stranger())
         self.files = {name: file for file, names in self.shards.items() for name in names}
         self._shapes: dict[str, tuple[int, ...]] = {}
+
+    @functools.cached_property
+    def experts(self) -> dict[str, ExpertMatrix]:
+        """{name in the checkpoint: place in the model} of experts' weights; empty for a dense model."""
+        return expert_matrices(without_weights(self.config))
 
     def _stranger(self) -> str:
         return f"{self.directory} is not the base the adapter was trained on ({self.info.get('model')})"
@@ -468,6 +498,9 @@ def _match(model: torch.nn.Module, base: BaseCheckpoint) -> None:
         if name not in base.quantized or base.storage != "nf4":
             base.check(name, str(found.get(name)))
         packed, state = base.nf4(name)
+        if (place := base.experts.get(name)) is not None:
+            model.get_submodule(place.module).restore(place.name, place.index, packed, state)
+            continue
         module = model.get_submodule(name.removesuffix(".weight"))
         device = module.weight.device
         state.to(device)

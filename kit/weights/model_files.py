@@ -11,6 +11,7 @@ import torch
 from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput
 from kit.weights.checkpoint import checkpoint_shards, pass_full_disk
+from kit.weights.layout import parameter_shapes
 
 # quant_method values that `python -m merge dequantize` reads.
 DEQUANTIZED = ("fp8", "compressed-tensors")
@@ -95,7 +96,7 @@ def check_complete(path: str | Path, config: Any) -> None:
     if not any(Path(path).glob("*.safetensors")):
         return
     model = without_weights(config)
-    wanted = {name for name, _ in model.named_parameters()}
+    wanted = set(parameter_shapes(model))
     found = {name for names in checkpoint_shards(path).values() for name in names}
     known = {f"{name}.weight" for name in _output_of(model)}  # a tied model may store it twice
     if not found - wanted - known:
@@ -110,7 +111,7 @@ def check_names(path: str | Path, config: Any) -> None:
         return
     model = without_weights(config)
     buffers = set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    wanted = {name for name, _ in model.named_parameters()} | buffers
+    wanted = set(parameter_shapes(model)) | buffers
     what = (
         f"{path} ({config.model_type}) is laid out otherwise than its model, so merge could not take what is trained"
     )

@@ -3,7 +3,8 @@ the model. An unquantized base (`policy.quantization: none`) is the original in 
 
 Covers: which weights transformers quantizes, from the model's shapes alone; the facts of `base.json`, equal to those
 of the loaded model; safetensors files written in place. Memory: one tensor plus what quantizing it takes.
-Not covered: models whose parameters are named or laid out differently in their checkpoint (fused experts, Conv1D).
+Not covered: models whose parameters are named or laid out differently in their checkpoint (Conv1D), except experts
+(`layout.py`).
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from kit.weights import fp8
 from kit.weights.checkpoint import checkpoint_shards, read_tensor
 from kit.weights.frozen_base import base_facts, nf4_facts, plain_facts
 from kit.weights.hashing import hash_fp8, hash_quantized, hash_tensor
+from kit.weights.layout import expert_matrices, parameter_shapes, unquantized_names
 from kit.weights.model_files import select_shards, unquantized_config
 from kit.weights.nf4 import BLOCK_SIZE, block_maxima, dequantize_with, quantize_weight
 from kit.weights.shards import TensorFile, write_index
@@ -69,7 +71,9 @@ def plan_base(config: Any, quantization: str = "nf4") -> Plan:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    matrices, shapes = expert_matrices(model), parameter_shapes(model)
+    skipped = unquantized_names(model)
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skipped)
     AutoHfQuantizer.from_config(settings, pre_quantized=False).preprocess_model(model, device_map={"": "cpu"})
     model.tie_weights()
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
@@ -78,9 +82,9 @@ def plan_base(config: Any, quantization: str = "nf4") -> Plan:
     for name, module in layers.items():
         if getattr(module, "source_cls", torch.nn.Linear) is not torch.nn.Linear:
             raise BadInput(f"{name} is a {module.source_cls.__name__}: only models of nn.Linear layers are supported.")
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tied = {name: owner for name, owner in model.all_tied_weights_keys.items() if name not in shapes}
-    return Plan(shapes, frozenset(f"{name}.weight" for name in layers), tied, quantization)
+    quantized = frozenset(f"{name}.weight" for name in layers) | matrices.keys()
+    return Plan(shapes, quantized, tied, quantization)
 
 
 class Original:

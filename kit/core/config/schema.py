@@ -92,6 +92,9 @@ class PolicyConfig:
     quantization: Literal["nf4", "fp8", "none"] = _option("nf4", "storage of the frozen base; none: model.dtype")
     double_quantization: bool = _option(True, "quantize nf4's block scales too: 4.13 instead of 4.5 bits per weight")
     lora_rank: int = _option(16, "rank of the adapter", FROM_1)
+    expert_rank: int | None = _option(
+        None, "rank of the adapter on each routed expert; null: lora_rank; 0: experts get no adapter", FROM_0
+    )
     lora_alpha: int = _option(32, "the adapter's update is scaled by alpha / rank", FROM_1)
     lora_dropout: float = _option(
         0.0, "dropout on the adapter's input, in the loss only; completions are sampled without", SHARE
