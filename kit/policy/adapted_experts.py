@@ -1,15 +1,16 @@
 """LoRA on a layer's routed experts: peft's wrappers and file format, without its dense updates.
 
-peft adapts fused experts by `target_parameters`: a wrapper for each parameter holds the factors of all experts, and its
-forward writes the whole updated parameter (E, out, in), which for 128 experts is more memory than the base in NF4. Here
-the wrappers stay, with their names, initialization, saving and loading, and only their forward is replaced: the factors
-go to `FrozenExperts`, which multiplies the tokens of each expert with its own.
+peft adapts fused experts by `target_parameters`: a wrapper for each parameter holds the factors of all experts, and
+its forward writes the whole updated parameter (E, out, in), which for 128 experts is more memory than the layer in
+NF4. Here the wrappers stay, with their names, initialization, saving and loading, and only their forward is replaced:
+the factors go to `FrozenExperts`, which multiplies the tokens of each expert with its own.
 
-Layout, as in peft 0.21: lora_A (r·E, in) holds the experts one after the other, lora_B (out, r·E) has the expert as its
-last axis. Not covered: LoRA dropout (peft refuses it), several active adapters.
+Layout, as in peft 0.21: lora_A (r·E, in) holds the experts one after the other, lora_B (out, r·E) has the expert as
+its last axis. Not covered: LoRA dropout (peft refuses it), several active adapters.
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -46,7 +47,7 @@ def split_factors(a: torch.Tensor, b: torch.Tensor, experts: int) -> tuple[torch
 
 
 def use_adapted_experts(model: torch.nn.Module) -> int:
-    """Make peft's wrappers of a model's frozen experts compute grouped products; return how many experts are adapted."""
+    """Make peft's wrappers of frozen experts compute grouped products; return how many experts are adapted."""
     count = 0
     for module in model.modules():
         if isinstance(module, ParamWrapper) and isinstance(module.get_base_layer(), FrozenExperts):
@@ -69,7 +70,10 @@ def targets_as_named() -> Iterator[None]:
 
     kept, conversion._MOE_TARGET_MODULE_MAPPING = conversion._MOE_TARGET_MODULE_MAPPING, {}
     try:
-        yield
+        with warnings.catch_warnings():
+            # It looks for the patterns of parameters among the modules only.
+            warnings.filterwarnings("ignore", message=r"The following rank_pattern keys did not match")
+            yield
     finally:
         conversion._MOE_TARGET_MODULE_MAPPING = kept
 

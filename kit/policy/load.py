@@ -41,9 +41,9 @@ def check_base(config: Config) -> "PreTrainedConfig":
     """Check the base model without reading any weight; return its transformers config.
 
     `BadInput` if the model is missing, already quantized or a mixture of experts that cannot be trained with this
-    configuration; if transformers cannot build it with `model.attn_implementation`; if a name in `policy.target_modules` is not a linear layer of it (peft would silently
-    adapt only the others); if no layer of it would get an adapter; or if its files lack some of its tensors or name
-    them differently.
+    configuration; if transformers cannot build it with `model.attn_implementation`; if a name in
+    `policy.target_modules` is not a linear layer of it (peft would silently adapt only the others); if no layer of it
+    would get an adapter; or if its files lack some of its tensors or name them differently.
     """
     config.model.check_path()
     facts = unquantized_config(config.model.source, config.model.revision)
@@ -63,7 +63,7 @@ def check_experts(config: Config, facts: "PreTrainedConfig") -> None:
     """`BadInput` for a mixture of experts whose experts no rule knows, and for settings that do not reach experts."""
     found = find_experts(facts.to_dict())
     try:
-        matrices = expert_matrices(without_weights(facts))
+        matrices = expert_matrices(blank := without_weights(facts))
     except BadInput as error:
         raise BadInput(f"{config.model.source}: {error} Take another model.") from None
     if found and not matrices:
@@ -74,6 +74,11 @@ def check_experts(config: Config, facts: "PreTrainedConfig") -> None:
     if not matrices:
         return
     policy, why = config.policy, []
+    parameters = dict(blank.named_parameters(remove_duplicate=False))
+    if buffers := [name for name in blank.state_dict() if name not in parameters]:
+        why.append(
+            f"its checkpoint has {buffers[0]}, which is no parameter, and merge would lose it. Take another model"
+        )
     if policy.quant_cfg is not None:
         why.append("policy.quant_cfg does not reach experts. Leave it out")
     if policy.compute == "fp8":
@@ -105,8 +110,8 @@ def routing_names(targets: str | list[str]) -> list[str]:
 
 
 def adapted_layers(config: Config, facts: "PreTrainedConfig") -> list[str]:
-    """Names of the modules that get an adapter, as an adapter's file has them, for a model with the transformers config
-    `facts`; reads no weights. Errors as in `check_base`."""
+    """Names of the modules that get an adapter, as an adapter's file has them, for a model with the transformers
+    config `facts`; reads no weights. Errors as in `check_base`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -211,8 +216,8 @@ def bare_generation_config(own: "GenerationConfig") -> "GenerationConfig":
 
 
 def lora_config(policy: PolicyConfig, base: "torch.nn.Module | None" = None) -> "LoraConfig":
-    """Build peft's `LoraConfig`, for a dense model or for `base`. Bias, DoRA and extra saved modules stay off: no rollout server supports
-    them."""
+    """Build peft's `LoraConfig`, for a dense model or for `base`. Bias, DoRA and extra saved modules stay off: no
+    rollout server supports them."""
     from peft import LoraConfig
 
     experts: dict[str, Any] = {}
@@ -223,7 +228,8 @@ def lora_config(policy: PolicyConfig, base: "torch.nn.Module | None" = None) -> 
         if policy.expert_rank != 0:
             names = [f"experts.{name}" for name in EXPERT_PARAMETERS]
             experts["target_parameters"] = names
-            experts["rank_pattern"] = dict.fromkeys(names, policy.expert_rank or policy.lora_rank)
+            if policy.expert_rank is not None:
+                experts["rank_pattern"] = dict.fromkeys(names, policy.expert_rank)
     return LoraConfig(
         r=policy.lora_rank,
         lora_alpha=policy.lora_alpha,

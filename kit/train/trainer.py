@@ -27,8 +27,8 @@ from kit.core.config.schema import Config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
 from kit.core.run_directory import RunDir, checkpoint_step
-from kit.policy.adapter_dropout import turned_off
 from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
+from kit.policy.adapter_dropout import turned_off
 from kit.policy.fused_linear import check_compute, use_fused_linears
 from kit.policy.liger import use_kernels
 from kit.policy.load import load_adapter_weights, publish_adapter, set_adapter_dtype

@@ -49,8 +49,9 @@ class Update(NamedTuple):
 
 
 class FrozenExperts(torch.nn.Module):
-    """Experts of one layer. `gate_up_proj` and `down_proj` are parameters that hold what is stored, frozen: NF4's packed
-    bytes (E·parts, bytes), FP8 codes as uint8 or plain weights (E, out, in). `shapes` are the weights' (E, out, in)."""
+    """Experts of one layer. The parameters `gate_up_proj` and `down_proj` hold what is stored, frozen: NF4's packed
+    bytes (E·parts, bytes), FP8 codes as uint8 or plain weights (E, out, in). `shapes` are the weights' (E, out, in).
+    """
 
     original: type[torch.nn.Module]  # the class that it stands for, set by `_standing_for`
     _is_hf_initialized = True  # transformers does not initialize what a checkpoint lacks here: `read_experts` fills it
@@ -72,8 +73,8 @@ class FrozenExperts(torch.nn.Module):
     def store(
         self, name: str, matrices: Iterable[torch.Tensor], storage: str, dtype: torch.dtype, device: Any, nested: bool
     ) -> None:
-        """Store the parameter `name` from its matrices (rows, columns) in order; `ValueError` in NF4 for a matrix whose
-        size is not a multiple of its block."""
+        """Store the parameter `name` from its matrices (rows, columns) in order; `ValueError` in NF4 for matrices
+        whose size its blocks do not divide."""
         experts, out, columns = self.shapes[name]
         count, rows = experts * PARTS[name], out // PARTS[name]
         self.storage, self.storage_dtype = storage, dtype
@@ -233,9 +234,7 @@ class FrozenExperts(torch.nn.Module):
             back[order] = torch.arange(len(order), device=order.device)
             return rows[back].view(tokens, taken, -1).sum(1).to(hidden_states.dtype)
 
-    def _product(
-        self, rows: torch.Tensor, name: str, groups: "_Groups", updates: dict[str, Update]
-    ) -> torch.Tensor:
+    def _product(self, rows: torch.Tensor, name: str, groups: "_Groups", updates: dict[str, Update]) -> torch.Tensor:
         update = updates.get(name)
         if update is None:
             return _Grouped.apply(rows, self, name, groups, 0.0, None, None)
@@ -265,7 +264,10 @@ class _Groups(NamedTuple):
 
 
 class _Grouped(torch.autograd.Function):
-    """rows · Wₑᵀ + scaling · (rows aₑᵀ) bₑᵀ (S, out) for rows (S, in) sorted by expert e; a (E, r, in), b (E, out, r)."""
+    """rows · Wₑᵀ + scaling · (rows aₑᵀ) bₑᵀ (S, out) for rows (S, in) sorted by expert e; a (E, r, in), b (E, out, r).
+
+    Saves nothing of the base; without an adapter, nothing but where the groups end.
+    """
 
     @staticmethod
     def forward(ctx, rows, layer, name, groups, scaling, a, b):
@@ -371,14 +373,15 @@ class _Reader:
 
     def read(self, place: ExpertMatrix, stored: str) -> torch.Tensor:
         if (file := self.files.get(stored)) is None:
-            raise BadInput(f"{self.directory} has no {stored}, which its config.json describes. Name a whole checkpoint.")
+            raise BadInput(
+                f"{self.directory} has no {stored}, which its config.json describes. Name a whole checkpoint."
+            )
         if self.open[0] != file:
             self.open = (file, safe_open(self.directory / file, framework="pt"))
         tensor = self.open[1].get_tensor(stored)
         if tuple(tensor.shape) != (place.rows, place.columns):
-            raise BadInput(
-                f"{self.directory}: {stored} is {tuple(tensor.shape)}, its config.json needs {(place.rows, place.columns)}."
-            )
+            wanted = (place.rows, place.columns)
+            raise BadInput(f"{self.directory}: {stored} is {tuple(tensor.shape)}, its config.json needs {wanted}.")
         return tensor
 
 

@@ -1,9 +1,9 @@
 """Names of a model's tensors in its plain checkpoint, where a mixture of experts is laid out otherwise than the model.
 
 transformers 5 fuses a layer's experts into two parameters, `experts.gate_up_proj` (E, 2I, H), gate rows first, and
-`experts.down_proj` (E, H, I); the checkpoint has one matrix per expert and projection, and names it. Everything on disk
-(base.json, the base and its NF4 copy, merged checkpoints) uses the checkpoint's names, so that an expert's matrix is
-one more weight of a linear layer. The names come from transformers' own conversion, in reverse.
+`experts.down_proj` (E, H, I); the checkpoint has one matrix per expert and projection. Everything on disk (base.json,
+the base and its NF4 copy, merged checkpoints) uses the checkpoint's names, so that an expert's matrix is one more
+weight of a linear layer. The names come from transformers' own conversion, in reverse.
 """
 
 from dataclasses import dataclass
@@ -57,7 +57,9 @@ def expert_fault(module: torch.nn.Module) -> str | None:
     if set(found) != set(EXPERT_PARAMETERS) or any(len(shape) != 3 for shape in found.values()):
         if not found and isinstance(module, torch.nn.ModuleList):
             return "its experts are modules of their own, not two fused parameters"
-        return f"its experts have the parameters {', '.join(sorted(found))}, not {' and '.join(EXPERT_PARAMETERS)} alone"
+        return (
+            f"its experts have the parameters {', '.join(sorted(found))}, not {' and '.join(EXPERT_PARAMETERS)} alone"
+        )
     if getattr(module, "is_transposed", False):
         return "its experts' weights are stored as (in, out)"
     if not getattr(module, "is_concatenated", True):
@@ -102,7 +104,7 @@ def expert_matrices(model: Any) -> dict[str, ExpertMatrix]:
         }
         for one, tensor in numbered.items():
             parameter = one.rpartition(".")[2]
-            experts, rows, columns = shapes[parameter]
+            _, rows, columns = shapes[parameter]
             for stored, value in revert_weight_conversion(model, {one: tensor}).items():
                 if value.numel() != 1:
                     raise BadInput(

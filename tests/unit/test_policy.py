@@ -342,15 +342,6 @@ def test_a_tokenizer_without_a_stop_token_is_refused(tmp_path, tiny_model_dir):
         load_tokenizer(load_config(CONFIG, ["--model.path", str(folder)]))
 
 
-def test_a_mixture_of_experts_is_refused_before_anything_is_trained_that_merge_cannot_take(tiny_model_dir, tmp_path):
-    from transformers import AutoConfig, Qwen3MoeConfig
-
-    dense = AutoConfig.from_pretrained(tiny_model_dir)
-    Qwen3MoeConfig(hidden_size=dense.hidden_size, num_experts=4, vocab_size=dense.vocab_size).save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match=r"\(qwen3_moe\) is a mixture of experts .*Take a dense model"):
-        check_base(load_config(CONFIG, ["--model.path", str(tmp_path)]))
-
-
 def test_a_model_whose_products_are_no_linear_layers_is_refused(tmp_path):
     from transformers import GPT2Config
 
