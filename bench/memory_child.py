@@ -100,7 +100,10 @@ def random_nf4(config: Any, branches: float = 1.0) -> Any:
     from transformers.quantizers import AutoHfQuantizer
 
     from kit.policy.host_embedding import keep_embedding_on_host
+    from kit.weights.experts import experts_of, frozen_experts
     from kit.weights.frozen_base import disable_cpu_repacking, unquantized_config
+    from kit.weights.layout import PARTS
+    from kit.weights.model_files import without_weights
 
     dtype, device = getattr(torch, config.model.dtype), PartialState().device
     settings = BitsAndBytesConfig(
@@ -111,7 +114,7 @@ def random_nf4(config: Any, branches: float = 1.0) -> Any:
     )
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
     facts, attention = unquantized_config(config.model.source), config.model.attn_implementation
-    with torch.device("meta"):
+    with torch.device("meta"), frozen_experts(without_weights(facts)):
         model = AutoModelForCausalLM.from_config(facts, dtype=dtype, attn_implementation=attention)
     quantizer.preprocess_model(model=model, device_map={"": device}, dtype=dtype)
     model.hf_quantizer = quantizer
@@ -125,6 +128,12 @@ def random_nf4(config: Any, branches: float = 1.0) -> Any:
             else:
                 made = torch.nn.Parameter(value)
             setattr(module, name, made)
+    for module in experts_of(model).values():
+        for name, (experts, out, columns) in module.shapes.items():
+            count, rows = experts * PARTS[name], out // PARTS[name]
+            std = 0.02 * (branches if name == "down_proj" else 1)
+            matrices = (torch.empty(rows, columns, dtype=dtype, device=device).normal_(std=std) for _ in range(count))
+            module.store(name, matrices, "nf4", dtype, device, config.policy.double_quantization)
     model.tie_weights()
     # Its frequencies are a buffer that is in no checkpoint.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
