@@ -5,11 +5,11 @@
     python bench/experts_step.py --stock --layers 4 --out step.json    # BF16 base and peft's own wrappers, few layers
     python bench/experts_step.py --rehearse --out step.json            # the same path on a CPU, tiny
 
-A step is forward, backward and AdamW, loss the mean log-prob of the completions, without a reference; median of 3 after
-2 warm-ups. Adapter: rank 16 on attention, float32. `experts` is the time of the GPU's kernels under the experts'
-modules, forward and backward, dequantization apart; one further step is profiled for it. `--stock` keeps transformers'
-experts in BF16 and peft's wrappers, which write the updated experts at every forward; `--layers` shortens the model, and
-the table's seconds are of that many layers. Exit 1 if a case failed for any reason but memory.
+A step is forward, backward and AdamW, loss the mean log-prob of the completions, without a reference; median of 3
+after 2 warm-ups. Adapter: rank 16 on attention, float32. One further step is profiled for the seconds by kind of
+kernel. `--stock` keeps transformers' experts in BF16 and peft's wrappers, which write the updated experts at every
+forward; `--layers` shortens the model, and the seconds are of that many layers. Exit 1 if a case failed for any reason
+but memory.
 """
 
 import argparse
@@ -28,7 +28,6 @@ sys.path.insert(1, str(Path(__file__).parent))
 import torch
 
 from kit.core.config.load import load_config
-from kit.core.config.schema import Config
 
 CONFIG = Path(__file__).parents[1] / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
 WARM_UP, STEPS = 2, 3
