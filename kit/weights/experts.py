@@ -240,7 +240,8 @@ class FrozenExperts(torch.nn.Module):
             return _Grouped.apply(rows, self, name, groups, 0.0, None, None)
         short = -update.a.shape[1] % ALIGNED
         a = pad(update.a.to(rows.dtype), (0, 0, 0, short))
-        b = pad(update.b.to(rows.dtype), (0, short))
+        # grouped_mm takes no transposed stacks.
+        b = pad(update.b.to(rows.dtype), (0, short)).contiguous()
         return _Grouped.apply(rows, self, name, groups, update.scaling, a, b)
 
     def extra_repr(self) -> str:
