@@ -26,6 +26,7 @@ import torch
 
 from kit.policy import fused_linear, quantized_linear
 from kit.policy.host_memory import available_gib, release_freed
+from kit.weights.experts import FrozenExperts, experts_of
 from kit.weights.nf4 import block_maxima
 from kit.weights.stored_weight import Layer
 
@@ -60,11 +61,12 @@ def room_for(model: torch.nn.Module, mode: str = "auto", rows: int = 0, tokens: 
     """Return the memory needed to keep the weights of `model`, and whether `mode` (`rollout.keep_weights`) keeps them;
     None if there is nothing to keep. Free memory excludes what generating `rows` sequences of at most `tokens` takes.
     """
-    layers = _layers(model)
+    layers, experts = _layers(model), _experts(model)
     if not layers:
         return None
     device = layers[0].weight.device
-    needed = sum(_bytes(layer, quantized_linear.quantizers_of(model) is not None) for layer in layers) / GIB
+    size = sum(_bytes(layer, quantized_linear.quantizers_of(model) is not None) for layer in layers)
+    needed = (size + sum(one.dequantized_bytes() for one in experts)) / GIB
     free = max(0.0, free_gib(device) - (decoding_gib(model, rows, tokens) if rows else 0.0))
     return Room(needed, free, mode == "always" or (mode == "auto" and needed <= ROOM_FOR_KEPT * free))
 
@@ -98,14 +100,18 @@ def keeping_weights(
         with quantized_linear.keeping_quantized(model, quantizers):
             yield room
         return
-    layers = _layers(model)
+    layers, experts = _layers(model), _experts(model)
     try:
+        for one in experts:
+            one.kept = {}
         for layer in layers:
             layer.kept = {}
             if type(layer) is bnb.nn.Linear4bit:  # fused_linear.py's own classes check `kept` themselves
                 layer.forward = functools.partial(_forward, layer)
         yield room
     finally:
+        for one in experts:
+            one.kept = None
         for layer in layers:
             layer.__dict__.pop("kept", None)
             layer.__dict__.pop("forward", None)
@@ -120,6 +126,11 @@ def _layers(model: torch.nn.Module) -> list[Layer]:
     found = [one for one in model.modules() if isinstance(one, bnb.nn.Linear4bit)]
     # Skip layers whose forward something else has replaced.
     return [one for one in found if "forward" not in vars(one) and one.weight.quant_state is not None]
+
+
+def _experts(model: torch.nn.Module) -> list[FrozenExperts]:
+    """Experts whose weights are dequantized for every product."""
+    return [one for one in experts_of(model).values() if one.storage == "nf4"]
 
 
 def _bytes(layer: Layer, is_quantized: bool) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install liger-kernel==0.8.5"
 # Models with Llama's RMSNorm casting (product with the weight in 16 bits), rotary embedding of whole heads and SwiGLU.
-MODELS = ("llama", "mistral", "qwen2", "qwen3")
+MODELS = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
 
 

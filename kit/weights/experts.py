@@ -178,6 +178,12 @@ class FrozenExperts(torch.nn.Module):
             return self.kept[name] if experts is None else self.kept[name][experts]
         return self._make(name, experts)
 
+    def dequantized_bytes(self) -> int:
+        """Size of all weights in the storage dtype."""
+        return sum(experts * out * columns for experts, out, columns in self.shapes.values()) * (
+            self.storage_dtype.itemsize
+        )
+
     def _make(self, name: str, experts: torch.Tensor | None) -> torch.Tensor:
         stored = getattr(self, name).data
         count, out, columns = self.shapes[name]

@@ -15,6 +15,7 @@ from kit.core.config.load import load_config
 from kit.core.config.schema import PolicyConfig
 from kit.core.errors import BadInput
 from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
+from kit.policy.kept_weights import keeping_weights
 from kit.policy.load import adapted_layers, check_base, lora_config
 from kit.policy.recompute import use_recompute
 from kit.weights.experts import FrozenExperts, experts_of
@@ -316,3 +317,25 @@ def test_every_expert_has_a_place(qwen):
     place = places["model.layers.1.mlp.experts.3.up_proj.weight"]
     assert (place.module, place.name, place.expert, place.part) == ("model.layers.1.mlp.experts", "gate_up_proj", 3, 1)
     assert (place.rows, place.columns) == (128, 64)
+
+
+def test_weights_kept_for_a_rollout_give_the_same_scores_and_are_released(qwen):
+    model = adapted(load(qwen))
+    before = scores(model)
+    with keeping_weights(model, "always") as room:
+        assert torch.equal(scores(model), before)
+        kept = [one.kept for one in experts_of(model).values()]
+        assert all(set(one) == {"gate_up_proj", "down_proj"} for one in kept)
+    experts = sum(4 * 8 * 3 * 128 * 64 for _ in kept)
+    assert room.needed_gib * 2**30 == experts + sum(4 * 64 * (64 + 32 + 32 + 64) for _ in kept)
+    assert all(one.kept is None for one in experts_of(model).values())
+
+
+@pytest.mark.parametrize("rank", [1, 8, 12])
+def test_ranks_of_every_size_multiply(qwen, rank, tmp_path):
+    model = adapted(load(qwen, "none"), expert_rank=rank)
+    model(ids()).logits.sum().backward()
+    assert all(one.grad.isfinite().all() for one in model.parameters() if one.requires_grad)
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32)
+    assert torch.allclose(scores(PeftModel.from_pretrained(plain, tmp_path)), scores(model), atol=2e-5)

@@ -106,12 +106,13 @@ def test_an_attention_that_calls_no_function_of_that_name_is_an_error(liger, mon
 
 
 def test_an_unknown_model_is_refused_with_the_known_ones(liger):
-    with pytest.raises(BadInput, match="x is a gemma3; llama, mistral, qwen2, qwen3 are known"):
+    with pytest.raises(BadInput, match="x is a gemma3; llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe are known"):
         check_kernels(config(), "gemma3")
     for kind in MODELS:
         check_kernels(config(), kind)
     check_kernels(config("torch"), "gemma3")
-    assert set(MODELS) == set(ENDS_WITH_RESIDUAL)
+    # The output of an expert's last product is read again: the routing weights have a gradient.
+    assert {kind for kind in MODELS if not kind.endswith("_moe")} == set(ENDS_WITH_RESIDUAL)
 
 
 def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch):

@@ -318,7 +318,6 @@ def test_a_group_that_fits_stays_together_and_a_larger_one_is_split():
     ("model_type", "changes", "said"),
     [
         ("gemma3_text", {}, "gemma3_text was not compared with the padded pass"),
-        ("qwen3_moe", {}, "qwen3_moe was not compared"),
         ("mistral", {"sliding_window": 64}, "layers that see a window"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "see a window"),
         ("qwen3", {"attn": "flash_attention_2"}, "attn_implementation is 'flash_attention_2'"),

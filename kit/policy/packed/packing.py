@@ -11,7 +11,7 @@ the padded pass.
 
 Covered: causal language models of transformers with full attention in every layer (`MODELS`), with autograd and
 gradient checkpointing, under DDP, with the adapter off. Not covered, and refused before weights load (`check_packing`,
-`checks.check_config`): sliding windows, experts, images, a base split over processes. On a CPU the
+`checks.check_config`): sliding windows, images, a base split over processes. On a CPU the
 attention of a packed row of T tokens costs T x T, even between sequences that do not see each other.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # `model_type`s of transformers 5.17 whose forward uses a 4-D mask unchanged and scores positions independently;
 # tests/unit/test_packing.py compares each with the padded pass.
-MODELS = ("granite", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
+MODELS = ("granite", "llama", "mistral", "olmo2", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 
 
 def check_packing(config: Config, model_config: "PreTrainedConfig") -> None:
