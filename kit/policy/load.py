@@ -71,6 +71,11 @@ def check_experts(config: Config, facts: "PreTrainedConfig") -> None:
             f"{config.model.source} ({facts.model_type}) is a mixture of experts ({found}) whose experts' layers are "
             "not known here: they would neither be quantized nor get an adapter. Take another model."
         )
+    if not matrices and config.rollout.routing != "own":
+        raise BadInput(
+            f"rollout.routing is {config.rollout.routing} and {config.model.source} ({facts.model_type}) has no "
+            "experts. Set it to own."
+        )
     if not matrices:
         return
     policy, why = config.policy, []

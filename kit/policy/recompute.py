@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map_only
 
 from kit.core.config.recompute_rules import recomputed_layers
 from kit.core.config.schema import Config
+from kit.policy import routing
 from kit.policy.recompute_offload import HostInputs
 
 if TYPE_CHECKING:
@@ -157,20 +158,20 @@ def is_answered() -> bool:
 
 def _full() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     """Contexts of a layer's first and second run, which torch's checkpoint asks for at every call."""
-    return contextlib.nullcontext(), _second_run(None)
+    return contextlib.nullcontext(), _second_run(None, routing.current())
 
 
 def _selective() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     kept: list[tuple[Operator, Any]] = []
-    return _First(kept), _second_run(_Second(kept))
+    return _First(kept), _second_run(_Second(kept), routing.current())
 
 
 @contextlib.contextmanager
-def _second_run(mode: "_Second | None") -> Iterator[None]:
-    """Context of a layer's second run, in selective's mode or in none."""
+def _second_run(mode: "_Second | None", experts: routing.Routing | None) -> Iterator[None]:
+    """Context of a layer's second run, in selective's mode or in none, with the routing of the first."""
     _now.is_second_run, _now.mode = True, mode
     try:
-        with mode or contextlib.nullcontext():
+        with routing.routed(experts, is_recomputed=True), mode or contextlib.nullcontext():
             yield
     finally:
         _now.is_second_run, _now.mode = False, None

@@ -225,10 +225,12 @@ class ServerRollout:
             step = lambda: self._step(policy, everything, group, report)  # noqa: E731
             samples = self._in_main_process(policy.processes, step, error)
             version = self._served
-        self.sync.scorer.extend([ids for ids, _ in samples])
+        self.sync.scorer.extend([ids for ids, *_ in samples])
         start = policy.processes.process_index * len(prompt_ids)
         mine = samples[start : start + len(prompt_ids)]
-        return Rollouts([ids for ids, _ in mine], [logps for _, logps in mine], version, report)
+        is_replayed = self.config.rollout.routing != "own" and group is None  # held-out completions are not scored
+        experts = [taken for _, _, taken in mine] if is_replayed else None
+        return Rollouts([ids for ids, *_ in mine], [logps for _, logps, _ in mine], version, report, experts)
 
     def begin(self, policy: PolicyView, prompt_ids: list[list[int]]) -> Report:
         """Sync the adapter, then start generating for this process's prompts. The next `generate` must be for the same
@@ -327,9 +329,7 @@ class ServerRollout:
         for url, reason in reasons.items():
             print(f"{url} may be left asleep: {reason}. The next start of a trainer wakes it.", flush=True)
 
-    def _step(
-        self, policy: PolicyView, prompts: list[list[int]], group: int | None, report: Report
-    ) -> list[tuple[list[int], list[float]]]:
+    def _step(self, policy: PolicyView, prompts: list[list[int]], group: int | None, report: Report) -> list[tuple]:
         """Wake, sync, generate, sleep; return the samples of all processes."""
         if self._may_be_asleep:
             with timed(report.seconds, "wake"):
@@ -368,9 +368,8 @@ class ServerRollout:
         for replica in self.replicas:
             replica.close()
 
-    def _generate_groups(
-        self, prompt_ids: list[list[int]], stop: list[int], group: int | None = None
-    ) -> list[tuple[list[int], list[float]]]:
+    def _generate_groups(self, prompt_ids: list[list[int]], stop: list[int], group: int | None = None) -> list[tuple]:
+        """(token ids, log-probs, experts or None) of every completion."""
         rollout = self.config.rollout
         group = group or rollout.group_size
         prompts = prompt_ids[::group]
@@ -383,11 +382,17 @@ class ServerRollout:
             "top_p": rollout.top_p,
             "top_k": rollout.top_k,
         }
-        session, served = self.sync.session, self.sync.served
+        session, served, has_experts = self.sync.session, self.sync.served, rollout.routing != "own"
 
         def ask(replica: Replica, request_id: str, prompt: list[int]) -> list[Sample]:
             version, samples = replica.generate(
-                request_id, prompt, **sampling, stop_token_ids=list(stop), session=session, version=served
+                request_id,
+                prompt,
+                **sampling,
+                stop_token_ids=list(stop),
+                session=session,
+                version=served,
+                routing=has_experts,
             )
             if version != served:
                 raise CheckFailed(
@@ -399,6 +404,8 @@ class ServerRollout:
                 raise ReplicaError(
                     replica.url, "generate", f"the answer is not what was asked for: {reason}", retry=False
                 )
+            if has_experts and (fault := experts_fault(samples, len(prompt))):
+                raise ReplicaError(replica.url, "generate", fault, retry=False)
             return samples
 
         try:
@@ -410,13 +417,29 @@ class ServerRollout:
                 f"{len(failed.errors)} of at most {1 + rollout.retries}: {failed}. "
                 + restart_hint(self.run, {error.url for error in failed.errors})
             ) from None
-        return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for samples in groups for sample in samples]
+        return [
+            (sample.token_ids.tolist(), sample.logprobs.tolist(), sample.experts)
+            for samples in groups
+            for sample in samples
+        ]
 
     def _all_or_fail(self, call: Callable[[Replica], Any], what: str) -> None:
         failed = ask_all(self.replicas, call, probe=what)[1]
         self._silent |= {url for url, error in failed.items() if error.status is None}
         for url, error in failed.items():
             raise CheckFailed(f"the replica at {url} did not {what}: {error.text}. " + restart_hint(self.run, [url]))
+
+
+def experts_fault(samples: list[Sample], prompt_tokens: int) -> str | None:
+    """Why the experts of samples of a prompt cannot be compared or replayed; None if they can."""
+    for sample in samples:
+        if sample.experts is None:
+            return (
+                "the answer has no experts, which rollout.routing asks for. Start the server with this configuration"
+            )
+        if len(sample.experts) != (wanted := prompt_tokens + len(sample.token_ids) - 1):
+            return f"the answer has experts of {len(sample.experts)} tokens, the model read {wanted}"
+    return None
 
 
 @contextlib.contextmanager

@@ -58,6 +58,8 @@ class Rollouts:
     logps: list[list[float]] | None
     version: int  # adapter version that sampled
     report: Report = field(default_factory=lambda: Report({}, {}))
+    # Experts that the sampler took, (T, L, k) int16 for the T tokens before a completion's last; None: not asked for.
+    experts: "list[np.ndarray] | None" = None
 
 
 class Sampler(Protocol):

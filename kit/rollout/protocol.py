@@ -106,6 +106,26 @@ def decode_floats(text: str) -> "np.ndarray":
     return _decode(text, "<f4")
 
 
+class Experts(TypedDict):
+    """Experts that a sample's tokens took: base64 of little-endian int16, and the shape (T, L, k): tokens that the
+    model read (prompt and completion, without its last), layers of experts in order, experts of a token."""
+
+    data: str
+    shape: list[int]
+
+
+def encode_experts(values: "np.ndarray") -> Experts:
+    """Experts (T, L, k) of one sample."""
+    return {"data": _encode(values, "<i2"), "shape": list(values.shape)}
+
+
+def decode_experts(found: Experts) -> "np.ndarray":
+    """(T, L, k) int16 from `encode_experts`; ValueError for anything else."""
+    if not isinstance(found, dict) or len(shape := list(found.get("shape") or ())) != 3:
+        raise ValueError("experts have no shape (T, L, k)")
+    return _decode(found.get("data", ""), "<i2").reshape(shape)
+
+
 def _encode(values: "Sequence[float] | np.ndarray", dtype: str) -> str:
     import numpy as np
 

@@ -28,6 +28,7 @@ from kit.rollout.protocol import (
     ROUTES,
     Info,
     Sampling,
+    decode_experts,
     decode_floats,
     decode_ids,
     encode_ids,
@@ -60,11 +61,13 @@ class ReplicaError(KitError):
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion: ids (T,) int32, the sampler's log-probs (T,) float32, "stop" or "length"."""
+    """One completion: ids (C,) int32, the sampler's log-probs (C,) float32, "stop" or "length"; with `routing`, the
+    experts (T, L, k) int16 that the T tokens of prompt and completion, without its last, took in L layers."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: str
+    experts: np.ndarray | None = None
 
 
 def is_tested_vllm(version: str) -> bool:
@@ -126,15 +129,23 @@ class Replica:
         stop_token_ids: list[int],
         session: str | None,
         version: int | None,
+        routing: bool = False,
         **sampling: Unpack[Sampling],
     ) -> tuple[int | None, list[Sample]]:
-        """Return the version that sampled, and `n` completions of one prompt in index order."""
+        """Return the version that sampled, and `n` completions of one prompt in index order; with `routing`, the
+        experts that they took, too."""
         body = {"request_id": request_id, "token_ids": encode_ids(token_ids), **sampling}
         body |= {"stop_token_ids": stop_token_ids, "session": session, "version": version}
+        body |= {"routing": True} if routing else {}
         answer = self._ask("generate", body=body)
         try:
             samples = [
-                Sample(decode_ids(row["token_ids"]), decode_floats(row["logprobs"]), str(row["finish_reason"]))
+                Sample(
+                    decode_ids(row["token_ids"]),
+                    decode_floats(row["logprobs"]),
+                    str(row["finish_reason"]),
+                    decode_experts(row["experts"]) if routing and row.get("experts") else None,
+                )
                 for row in answer["samples"]
             ]
             return answer["version"], samples

@@ -23,6 +23,12 @@ class StepFigures:
         self.peak_gib: dict[str, float] = {}
         self.values: dict[str, Any] = {}
         self.started: float | None = None
+        self.routing = torch.zeros(4, dtype=torch.float64, device=device)  # counts of kit/policy/routing.py
+
+    def take_routing(self) -> torch.Tensor:
+        """The step's counts of experts that sampler and trainer chose apart (4,), which start again."""
+        counts, self.routing = self.routing, torch.zeros_like(self.routing)
+        return counts
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:

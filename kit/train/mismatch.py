@@ -16,6 +16,16 @@ KEYS = (
     *("sampler_delta_mean", "sampler_delta_p95", "sampler_delta_p99", "sampler_delta_max"),
     *("corrected_token_fraction", "corrected_sequence_fraction", "sampler_nan_count"),
 )
+# With `rollout.routing` compare or replay.
+ROUTING_KEYS = ("sampler_routing_delta", "sampler_routing_delta_tokens")
+
+
+def routing_figures(counts: "torch.Tensor") -> dict[str, float | None]:
+    """Shares of pairs of token and layer, and of tokens, for which sampler and trainer chose another set of experts;
+    `counts` are those of `Routing`. None: nothing was compared."""
+    differ, pairs, tokens_differ, tokens = counts.tolist()
+    shares = differ / pairs if pairs else None, tokens_differ / tokens if tokens else None
+    return dict(zip(ROUTING_KEYS, shares, strict=True))
 
 
 def measure(

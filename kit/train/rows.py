@@ -5,6 +5,8 @@ import inspect
 import torch
 from accelerate import Accelerator
 
+from kit.policy.routing import Routing, routed
+
 # What a batch's first forward leaves with its rows, for further updates with them.
 KEPT = ("old_per_token_logps", "ref_per_token_logps")
 
@@ -45,18 +47,19 @@ def padded_logps(
     mask: torch.Tensor,
     columns: int,
     compute_entropy: bool,
+    routing: Routing | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and, if requested, entropies (b, C) of the last C = `columns` of padded rows (b, W), by TRL's fused
     head.
 
     A padded row counts from its first real token, as a sampler and a pack do: in BF16 rotary embeddings of shifted
-    positions are not the same.
+    positions are not the same. `routing` has the experts of all b·W tokens.
     """
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :-columns] = -100
     given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     if takes_positions(accelerator.unwrap_model(model)):
         given["position_ids"] = padded_positions(mask)
-    with accelerator.autocast():
+    with accelerator.autocast(), routed(routing):
         output = model(**given, fused_lm_head=True)
     return output.log_probs[:, -columns:], output.entropy[:, -columns:] if compute_entropy else None

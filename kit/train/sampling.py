@@ -6,11 +6,13 @@ The entries have TRL's names (trl 1.16), whose buffer hands the rows to the accu
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from trl.trainer.utils import nanstd, pad
 
+from kit.policy.routing import UNKNOWN
 from kit.rollout.policy_view import Rollouts
 
 
@@ -38,6 +40,18 @@ def row_tensors(
         found["completion_mask"] = found["completion_mask"] * kept.unsqueeze(1).int()
     if rollouts.logps is not None:
         found["sampling_per_token_logps"] = padded(rollouts.logps, 0.0, "right")
+    if rollouts.experts is not None:
+        width = found["prompt_ids"].shape[1], found["completion_ids"].shape[1]
+        found["sampling_experts"] = expert_rows(rollouts.experts, [len(ids) for ids in prompt_ids], *width).to(device)
+    return found
+
+
+def expert_rows(experts: list[np.ndarray], prompts: list[int], before: int, after: int) -> torch.Tensor:
+    """Experts (B, W, L, k) int16 of rows of `before` columns for prompts, padded on the left, and `after` for
+    completions; `experts` are those of each row's tokens (T, L, k), `prompts` the rows' prompt tokens."""
+    found = torch.full((len(experts), before + after, *experts[0].shape[1:]), UNKNOWN, dtype=torch.int16)
+    for row, (own, length) in enumerate(zip(experts, prompts, strict=True)):
+        found[row, before - length : before - length + len(own)] = torch.from_numpy(own.astype(np.int16))
     return found
 
 

@@ -25,9 +25,10 @@ from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir
 from kit.policy.adapter_dropout import SEED, adapter_dropouts, seed_of, seeded
 from kit.policy.packed.packing import packed_logps, plan_micro_batches
+from kit.policy.routing import Routing
 from kit.train.figures import StepFigures
 from kit.train.loss import LossFigures, LossFunction, LossInputs, LossSettings, compute_loss, entropy_threshold
-from kit.train.mismatch import describe_fault, importance_ratio, measure
+from kit.train.mismatch import describe_fault, importance_ratio, measure, routing_figures
 from kit.train.own_loss import LossFailed
 from kit.train.record import keep_traceback
 from kit.train.rows import keep_scores, padded_logps, take_rows, whole_rows
@@ -148,6 +149,8 @@ class PolicyStep:
             self.metrics[name].append(value)
         if self.settings.entropy_coef:
             self.metrics["entropy_coef"].append(self.settings.entropy_coef)
+        if self.config.rollout.routing != "own":
+            self.figures.values |= routing_figures(self.accelerator.reduce(self.figures.take_routing(), "sum"))
         self.judge_sampler(tally.compared)
 
     def plan(self, inputs: dict) -> list[list[int]]:
@@ -192,14 +195,24 @@ class PolicyStep:
 
     def _logps(self, model: torch.nn.Module, rows: dict, compute_entropy: bool) -> tuple:
         train, columns = self.config.train, rows["completion_ids"].size(1)
+        routing = self._routing(rows, is_counted=compute_entropy)  # the reference's forwards have no entropy
         if train.micro_batch_tokens is None:
-            return padded_logps(self.accelerator, model, *whole_rows(rows), columns, compute_entropy)
+            return padded_logps(self.accelerator, model, *whole_rows(rows), columns, compute_entropy, routing)
         return packed_logps(
             *(self, model, *whole_rows(rows), columns),
             share_prompts=train.share_prompts,
             compute_entropy=compute_entropy,
             attention=train.packed_attention,
+            routing=routing,
         )
+
+    def _routing(self, rows: dict, is_counted: bool) -> Routing | None:
+        """The sampler's experts for all tokens of the rows; None: the trainer's own. Policy and reference take the
+        same, so a policy that has not moved has a KL of exactly 0."""
+        if (experts := rows.get("sampling_experts")) is None:
+            return None
+        is_replayed = self.config.rollout.routing == "replay"
+        return Routing(experts.flatten(0, 1), is_replayed, self.figures.routing if is_counted else None)
 
     def _entropy_threshold(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
         """The least entropy of a token (b, C) that is learned from, over all processes; None: every token is."""

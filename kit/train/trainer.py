@@ -42,6 +42,7 @@ from kit.policy.quantized_linear import (
     write_quantizer_state,
 )
 from kit.policy.recompute import use_recompute
+from kit.policy.routing import use_routing
 from kit.policy.sharding import gather_adapter, prepare
 from kit.rollout.overlap import Batches, Lookahead
 from kit.rollout.policy_view import AheadSampler, Sampler
@@ -63,6 +64,7 @@ from kit.train.head_tiles import use_host_tiles
 from kit.train.heldout import HeldOut
 from kit.train.loss import LossFunction, LossSettings
 from kit.train.mismatch import KEYS as MISMATCH
+from kit.train.mismatch import ROUTING_KEYS
 from kit.train.own_loss import load_loss
 from kit.train.own_sampler import OwnSampler
 from kit.train.record import Recorder, add_counts, keep_traceback, unknown_so_far
@@ -271,6 +273,8 @@ class PolicyTrainer(GRPOTrainer):
         if config.policy.init_adapter:
             load_adapter_weights(self.model, config.policy.init_adapter)
         use_adapted_experts(self.model)
+        if config.rollout.routing != "own":
+            use_routing(self.model)
         if config.policy.compute != "plain":
             use_fused_linears(self.model, config.policy.compute)
         if config.policy.quant_cfg is not None:
@@ -516,7 +520,9 @@ class PolicyTrainer(GRPOTrainer):
             "rewards": {name: logs.get(f"rewards/{name}/mean") for name in self.reward_func_names},
             "masked_fraction": counts["masked"] / counts["completions"] if counts["completions"] else None,
             "unknown_rewards": self._unknown,
-            **dict.fromkeys((*MISMATCH, "canary_delta", "canary_k3", "sync_seconds", "heldout_accuracy", *WATCHED)),
+            **dict.fromkeys(
+                (*MISMATCH, *ROUTING_KEYS, "canary_delta", "canary_k3", "sync_seconds", "heldout_accuracy", *WATCHED)
+            ),
             **mine.values,
             **(quantizers.watched() if (quantizers := quantizers_of(self.model)) else {}),
             "completion_tokens": int(counts["completion_tokens"]),

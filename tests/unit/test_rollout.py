@@ -78,7 +78,7 @@ def generate(rollout: ServerRollout, prompts: int = 8) -> list[tuple[list[int], 
 
 
 def assert_complete(answers: list, prompts: int = 8) -> None:
-    assert [ids for ids, _ in answers] == [[number, index] for number in range(prompts) for index in range(GROUP)]
+    assert [ids for ids, *_ in answers] == [[number, index] for number in range(prompts) for index in range(GROUP)]
 
 
 @pytest.mark.parametrize(
@@ -485,12 +485,14 @@ def test_every_process_frees_its_gpu_memory_before_the_replicas_wake(rollout, mo
         order.append("step")
         if fails:
             raise CheckFailed("the replica did not wake up")
-        return [([1], [-0.5])] * len(prompts)
+        return [([1], [-0.5], None)] * len(prompts)
 
     def broadcast(outcome: list) -> None:
         order.append("broadcast")
         if not is_main:
-            outcome[:] = [None, None, CheckFailed("did not wake up")] if fails else [[([1], [-0.5])] * GROUP, 1, None]
+            outcome[:] = (
+                [None, None, CheckFailed("did not wake up")] if fails else [[([1], [-0.5], None)] * GROUP, 1, None]
+            )
 
     monkeypatch.setattr(found, "_step", step)
     monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: rows)

@@ -236,6 +236,7 @@ def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
     for name in ("use_kernels", "use_recompute"):
         monkeypatch.setattr(module, name, lambda model, config: None)
     monkeypatch.setattr(module, "use_packed_attention", lambda model: done.append("packed"))
+    monkeypatch.setattr(module, "use_adapted_experts", lambda model: 0)
     monkeypatch.setattr(module, "set_adapter_dtype", lambda model, dtype: done.append(dtype))
     monkeypatch.setattr(module, "load_adapter_weights", lambda model, folder: done.append(f"weights of {folder}"))
     monkeypatch.setattr(module, "use_fused_linears", lambda model, how: done.append(f"computes {how}"))
@@ -468,6 +469,7 @@ def test_the_kept_step_has_every_row_and_the_adapter_of_this_process(policy):
 def test_a_resume_restores_the_adapters_type_and_the_input_ranges(policy, monkeypatch, quantized):
     done = []
     monkeypatch.setattr(Trainer, "_load_from_checkpoint", lambda self, folder, model: done.append(("loaded", folder)))
+    monkeypatch.setattr(module, "use_adapted_experts", lambda model: 0)
     monkeypatch.setattr(module, "set_adapter_dtype", lambda model, dtype: done.append(("type", dtype)))
     monkeypatch.setattr(module, "restore_quantizers", lambda model, folder: done.append(("ranges", folder)))
     keys = ["--policy.quant_cfg=nvfp4"] if quantized else []

@@ -91,10 +91,14 @@ def _reference(config: Config) -> list[str]:
 
 
 def _sampler(config: Config) -> list[str]:
-    rollout = config.rollout
+    rollout, found = config.rollout, []
+    if rollout.routing != "own" and rollout.backend != "server":
+        found.append(
+            f"rollout.routing is {rollout.routing} with rollout.backend {rollout.backend}: the trainer samples with "
+            "its own routers. Set it to own."
+        )
     if rollout.correction == "none":
-        return []
-    found = []
+        return found
     for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         if value != off:
             found.append(

@@ -148,6 +148,11 @@ class RolloutConfig:
     temperature: float = _option(1.0, "sampling temperature; log-probs are computed at the same temperature", ABOVE_0)
     top_p: float = _option(1.0, "nucleus sampling; below 1 the sampler is no longer the policy", SHARE)
     top_k: int = _option(0, "0 = off", FROM_0)
+    routing: Literal["own", "compare", "replay"] = _option(
+        "own",
+        "mixtures of experts on a server: the trainer's routers choose, are compared with the sampler's experts, or "
+        "take these",
+    )
     correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"] = _option(
         "token_truncate", "importance correction for the sampler-trainer mismatch"
     )

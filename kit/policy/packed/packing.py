@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from kit.policy.packed.attention import Kind
+    from kit.policy.routing import Routing
 
 # `model_type`s of transformers 5.17 whose forward uses a 4-D mask unchanged and scores positions independently;
 # tests/unit/test_packing.py compares each with the padded pass.
@@ -139,6 +140,8 @@ class _Packed(NamedTuple):
     mask: "torch.Tensor | BlockMask"  # attention mask, from packed_attention.attention_mask
     scored: "torch.Tensor"  # (N,) positions with a label
     label_index: np.ndarray  # (N,) index of each label in the flattened padded batch
+    source: "torch.Tensor"  # (T,) index of each token in the flattened padded batch
+    real: int  # tokens before the padding at the end
 
 
 class Trainer(Protocol):
@@ -156,31 +159,36 @@ def packed_logps(
     share_prompts: bool,
     compute_entropy: bool,
     attention: "Kind" = "flex",
+    routing: "Routing | None" = None,
 ) -> tuple["torch.Tensor", "torch.Tensor | None"]:
     """Return log-probs (B, C) of the last C = `logits_to_keep` columns and, if requested, entropies (B, C), in nats.
 
     Equal to `GRPOTrainer._get_per_token_logps_and_entropies` (trl 1.16) with the same arguments within rounding: same
     dtype, temperature and autocast, zero at padding. `input_ids` and `attention_mask` are (B, W), prompts in the first
     W - C columns. `model` may be wrapped and has TRL's fused head. `attention` is
-    `train.packed_attention`.
+    `train.packed_attention`; `routing` has the experts of all B·W tokens.
 
     All rows are computed in one forward: choose them with `plan_micro_batches`.
     """
     import torch
 
     from kit.policy.packed.attention import mask_kind
+    from kit.policy.routing import routed
 
     rows = read_rows(input_ids, attention_mask, logits_to_keep)
     with trainer.accelerator.autocast():
         kind = mask_kind(model, input_ids.device, attention)
         packed = pack_rows(rows, list(range(len(rows.completions))), share_prompts, input_ids, kind)
-        output = model(
-            input_ids=packed.tokens,
-            attention_mask=packed.mask,
-            position_ids=packed.positions,
-            shift_labels=packed.labels,
-            fused_lm_head=True,
-        )
+        if routing is not None:
+            routing = routing.of_tokens(packed.source, packed.real)
+        with routed(routing):
+            output = model(
+                input_ids=packed.tokens,
+                attention_mask=packed.mask,
+                position_ids=packed.positions,
+                shift_labels=packed.labels,
+                fused_lm_head=True,
+            )
     # Map indices into the flattened (B, W) to indices into its flattened last C columns.
     line, column = np.divmod(packed.label_index, input_ids.size(1))
     target = torch.from_numpy(line * logits_to_keep + column - (input_ids.size(1) - logits_to_keep))
@@ -260,4 +268,6 @@ def pack_rows(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "t
         mask=attention_mask(sequences, kind, input_ids.device),
         scored=torch.from_numpy(scored).to(input_ids.device),
         label_index=label_index[scored],
+        source=source,
+        real=length,
     )
