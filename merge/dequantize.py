@@ -5,7 +5,8 @@ compressed-tensors' FP8, INT8 and packed integers (what `python -m merge` writes
 checkpoint is read tensor by tensor and the model is never loaded, so memory is one tensor plus what decompressing it
 takes. transformers 5.17 dequantizes on a CPU while loading, but it quantizes an `fp8` model again when saving it, and
 it misreads partial blocks at the end of a weight as smaller blocks. Not covered: FP4, other methods, mixtures of
-experts, models whose layout differs from that of their checkpoint.
+experts, models whose layout differs from that of their checkpoint (but language models in a known wrapper, with the
+other parts in BF16).
 """
 
 import importlib.metadata
@@ -24,6 +25,7 @@ from kit.weights.layout import parameter_shapes
 from kit.weights.model_files import DEQUANTIZED, read_config, select_shards, without_weights
 from kit.weights.read_quantized import StoredWeights
 from kit.weights.shards import write_parts
+from kit.weights.wrapped import language_config
 from kit.weights.write_base import Plan
 from merge.export import check_space, recorded, sizes, source_facts
 from merge.merge import write_config
@@ -44,7 +46,8 @@ def main(argv: list[str]) -> int:
     check_places(arguments.path, out, arguments.overwrite)
     config = read_config(source, arguments.revision)
     settings = check_quantized(source, config)
-    del config.quantization_config  # from here on, `config` describes the plain model
+    del config.quantization_config
+    config = language_config(config)  # from here on, `config` describes the plain model
     plan = plan_model(config)
     check_space(out, plan)
     commit = None if arguments.path else getattr(config, "_commit_hash", None)
@@ -157,7 +160,8 @@ class QuantizedCheckpoint:
             file: [plain for name in names if (plain := self._plain(name))] for file, names in listed.items()
         }
         complaint = f"{directory} is not the model that its config.json describes"
-        select_shards(directory, set(self.shapes), config, complaint, self.shards)
+        selected = select_shards(directory, set(self.shapes), config, complaint, self.shards)
+        self.shapes = {selected.stored[name]: shape for name, shape in self.shapes.items()}
         for name in (name for names in self.shards.values() for name in names):
             self._check(name, complaint)
 

@@ -21,7 +21,7 @@ from kit.core.run_directory import publish, read_json, write_manifest
 from kit.weights.frozen_base import BaseCheckpoint, BaseTensor
 from kit.weights.layout import expert_factors
 from kit.weights.nf4 import PIECE
-from kit.weights.shards import Behind, TensorFile, flush, name_files
+from kit.weights.shards import Behind, TensorFile, flush, name_files, stored_kinds
 from merge.chat_template import check_defaults, set_defaults
 
 # Files that make a checkpoint usable besides its weights, by the names that transformers 5 and earlier versions write.
@@ -37,6 +37,9 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
     "additional_chat_templates",
 )
 WRITE_BYTES = 1 << 27  # most bytes waiting to be written
@@ -212,21 +215,29 @@ def write_folded(base: BaseCheckpoint, updates: dict[str, Factors], directory: P
     While a piece is folded, one thread writes the previous ones and another hashes the base tensor. `CheckFailed` if
     the disk is full or a base tensor does not match base.json.
     """
-    shards = {file: names for file, names in base.shards.items() if names}
+    shards = {file: base.shards.get(file, []) for file in sorted({*base.files.values(), *base.carried.values()})}
     retained, total = Retained(), 0
+    weight_map: dict[str, str] = {}
     with Behind(WRITE_BYTES) as writer, Behind() as disk, ThreadPoolExecutor(1) as hashing:
         for file, names in shards.items():
-            tensors = {name: (torch.bfloat16, base.shape(name)) for name in names}
+            carried = {name: place for name, place in base.carried.items() if place == file}
+            tensors = {base.stored[name]: (torch.bfloat16, base.shape(name)) for name in names}
+            tensors |= stored_kinds(base.directory, carried)
+            weight_map |= dict.fromkeys(tensors, file)
             with TensorFile(directory / file, tensors, {"format": "pt"}) as out:
+                for stored in carried:
+                    value = base.carry(stored)
+                    total += value.nbytes
+                    writer.run(value.nbytes, out.write, stored, value)
                 for name in names:
                     tensor = BaseTensor(base, name, hashing)
                     for at, piece in fold(tensor, updates.get(name), retained):
                         total += piece.nbytes
-                        writer.run(piece.nbytes, out.write, name, piece, at)
+                        writer.run(piece.nbytes, out.write, base.stored[name], piece, at)
                     tensor.check()
                 writer.wait()
             disk.run(0, flush, directory / file)
-    name_files(directory, {name: file for file, names in shards.items() for name in names}, total)
+    name_files(directory, weight_map, total)
     return retained.share()
 
 
@@ -236,6 +247,8 @@ def write_config(source: Path, directory: Path, quantization: dict | None) -> No
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)
     config["dtype"] = "bfloat16"
+    if "dtype" in config.get("text_config", {}):
+        config["text_config"]["dtype"] = "bfloat16"
     if quantization is not None:
         config["quantization_config"] = quantization
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -5,6 +5,7 @@ the run's base quantizes are quantized, so embeddings, norms and the output embe
 llm-compressor from the same checkpoint (calibrated.py). Not covered: GPTQ.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from kit.weights.frozen_base import BaseCheckpoint
 from kit.weights.nf4 import quantize_weight
 from kit.weights.quantize import E2M1_MAX, E4M3_MAX, ZERO_E4M3_SCALE
 from kit.weights.shards import write_parts
+from kit.weights.wrapped import carried_modules, wrapper_of
 from merge.merge import Factors, Retained, write_config
 
 LEAST_RETAINED = 0.5  # least share of the update for NF4 to be written without --force
 # Layers that vLLM fuses into one. It keeps a single global scale for them, so theirs must be equal.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+FUSED += (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))  # linear attention of Qwen3.5
 CHUNK = 1 << 22  # weights compressed at once; packing FP4 takes 48 bytes for each
 Parts = dict[str, torch.Tensor]
 # Called with (first row, rows in float32 as a reader computes with them), in row order.
@@ -184,15 +187,16 @@ def input_scales(fmt: QuantFormat, peak: float) -> Parts:
     return {"input_global_scale": torch.tensor([E4M3_MAX * E2M1_MAX / peak])}
 
 
-def fused_peaks(directory: Path, names: set[str]) -> dict[str, float]:
-    """{weight name: largest |weight| over the layers that vLLM fuses with it, itself included}, for fused layers."""
+def fused_peaks(directory: Path, base: BaseCheckpoint) -> dict[str, float]:
+    """{weight name: largest |weight| over the layers that vLLM fuses with it, itself included}, for fused layers of a
+    BF16 checkpoint that was merged into `base`."""
     groups: dict[str, str] = {}
-    for name in names:
+    for name in base.quantized:
         parent, _, layer = name.removesuffix(".weight").rpartition(".")
         if fused := next((fused for fused in FUSED if layer in fused), None):
             groups[name] = f"{parent}.{fused[0]}"
     peaks: dict[str, float] = {}
-    for name, weight in _tensors(directory, set(groups)):
+    for name, weight in _tensors(directory, base, set(groups)):
         peaks[groups[name]] = max(peaks.get(groups[name], 0.0), weight.abs().max().item())
     return {name: peaks[group] for name, group in groups.items()}
 
@@ -222,6 +226,22 @@ def quantization_config(fmt: QuantFormat, ignore: list[str]) -> dict:
     return config.model_dump(mode="json", exclude_none=True)
 
 
+def ignored_modules(base: BaseCheckpoint, fmt: QuantFormat) -> list[str]:
+    """What `quantization_config` names as unquantized: the base's unquantized linear layers and, inside a wrapper,
+    everything outside the language model.
+
+    transformers and vLLM put a wrapper's parts under names of their own, so patterns take them at any depth;
+    bitsandbytes' readers compare names, with `model.` in transformers and without in vLLM.
+    """
+    linears = base.unquantized_linears()
+    if wrapper_of(base.config) is None:
+        return linears
+    parts = carried_modules(base.carried)
+    if fmt.layout == "bitsandbytes":
+        return [*linears, *parts, *(f"model.{part}" for part in parts)]
+    return [f"re:(.*\\.)?{re.escape(one)}(\\..*)?$" for one in [*linears, *parts]]
+
+
 def check_shapes(base: BaseCheckpoint, name: str) -> None:
     """Raise `BadInput` if a layer's shape does not fit the format; reads only headers."""
     if fault := shape_fault(FORMATS[name], {weight: base.shape(weight) for weight in sorted(base.quantized)}):
@@ -245,7 +265,7 @@ def retained_share(merged: Path, format_name: str, base: BaseCheckpoint, updates
     None if there is no update, or if all of it is zero.
     """
     retained, save = Retained(), _store_by_name(format_name, merged, base)
-    for name, weight in _tensors(merged, set(updates)):
+    for name, weight in _tensors(merged, base, set(updates)):
         before, after = base.tensor(name).to(torch.bfloat16), weight.to(base.device)
         if name not in base.quantized:
             retained.add(after, before, updates[name].delta(base.device))
@@ -287,14 +307,17 @@ def _nf4_loses(share: float, base: BaseCheckpoint) -> str:
 def _store_by_name(name: str, merged: Path, base: BaseCheckpoint) -> Callable[[str, torch.Tensor, Use], Parts]:
     """`store` as a function of a weight's name and the weight."""
     fmt = format_of(base, name)
-    peaks = fused_peaks(merged, base.quantized) if fmt.shares_peak else {}
+    peaks = fused_peaks(merged, base) if fmt.shares_peak else {}
     return lambda weight_name, weight, use: store(fmt, weight, use, peaks.get(weight_name, 0.0))
 
 
-def _tensors(directory: Path, wanted: set[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    for file, names in checkpoint_shards(directory).items():
-        for name in names if wanted is None else [name for name in names if name in wanted]:
-            yield name, read_tensor(directory / file, name)
+def _tensors(directory: Path, base: BaseCheckpoint, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name in the model, tensor) of a checkpoint that was merged into `base`."""
+    names = {stored: name for name, stored in base.stored.items() if name in wanted}
+    for file, found in checkpoint_shards(directory).items():
+        for stored in found:
+            if stored in names:
+                yield names[stored], read_tensor(directory / file, stored)
 
 
 def quantize_checkpoint(
@@ -326,10 +349,12 @@ def quantize_checkpoint(
     shards = checkpoint_shards(merged)
     files = {name: file for file, names in shards.items() for name in names}
 
-    def parts(name: str) -> Parts:
-        weight = read_tensor(merged / files[name], name)
+    names = {stored: name for name, stored in base.stored.items()}
+
+    def parts(stored_name: str) -> Parts:
+        weight, name = read_tensor(merged / files[stored_name], stored_name), names.get(stored_name)
         if name not in base.quantized:
-            return {name: weight}
+            return {stored_name: weight}
         weight = weight.to(base.device)
         if name in updates:
             stored = save(name, weight, _project(retained, updates[name], base.device))
@@ -340,10 +365,10 @@ def quantize_checkpoint(
             stored = save(name, weight, lambda *_: None)
         if input_peaks is not None:
             stored |= input_scales(fmt, input_peaks[name])
-        return {f"{name.removesuffix('.weight')}.{key}": part for key, part in stored.items()}
+        return {f"{stored_name.removesuffix('.weight')}.{key}": part for key, part in stored.items()}
 
     with publish(final, overwrite) as partial:
         write_parts(partial, shards, parts)
-        write_config(merged, partial, quantization_config(fmt, base.unquantized_linears()))
+        write_config(merged, partial, quantization_config(fmt, ignored_modules(base, fmt)))
         manifest |= {"format": format_name, "retained_update": retained.share(), "verify": verify(partial)}
         return write_manifest(partial, "checkpoint", **manifest)

@@ -27,6 +27,7 @@ from kit.weights.checkpoint import find_checkpoint
 from kit.weights.experts import FrozenExperts
 from kit.weights.fp8 import Fp8Linear
 from kit.weights.frozen_base import BaseCheckpoint, default_device, disable_cpu_repacking, load_base
+from kit.weights.wrapped import language_config, loading
 from merge.trained import find_trained
 
 SEQUENCES = 12  # of each kind: held-out prompts, logged completions
@@ -80,16 +81,18 @@ def load_for_scoring(
         raise BadInput(f"no checkpoint at {directory}: it has no config.json.")
     device = torch.device(device) if device is not None else default_device()
     dtype = dtype or scoring_dtype(device)
-    method = quantization_of(AutoConfig.from_pretrained(directory)).get("quant_method")
+    config = language_config(AutoConfig.from_pretrained(directory))
+    method = quantization_of(config).get("quant_method")
     options: dict[str, Any] = {}
     if method == "compressed-tensors":
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     # compressed-tensors compiles its rounding to FP4, which takes longer than everything computed here.
-    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"), loading(config) as names:
         # transformers warns that the checkpoint's own configuration overrides ours, except for `dequantize`: as
         # intended.
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}, **options)
+        place = {"": device}
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=place, **names, **options)
     if method == "compressed-tensors":
         for module in model.modules():  # compressed-tensors dequantizes FP4 to BF16 whatever the model computes in
             if isinstance(module, torch.nn.Linear):

@@ -23,10 +23,11 @@ from kit.core.run_directory import (
     write_manifest,
 )
 from kit.policy.sharding import quant_storage
-from kit.weights.frozen_base import hash_base, load_frozen, unquantized_config
+from kit.weights.frozen_base import carried_hashes, hash_base, load_frozen, unquantized_config
 from kit.weights.layout import expert_matrices, expert_modules, unquantized_names
-from kit.weights.model_files import check_complete, check_names, without_weights
+from kit.weights.model_files import buffer_names, check_complete, check_names, without_weights
 from kit.weights.nf4 import BLOCK_SIZE
+from kit.weights.wrapped import wrapper_of
 
 if TYPE_CHECKING:
     import torch
@@ -357,6 +358,8 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
     # For a local path, one that merge and eval find from anywhere; for a hub id, the commit that was loaded.
     source = str(Path(config.model.path).resolve()) if config.model.path else config.model.id
     facts |= {"model": source, "revision": config.model.revision or facts["revision"]}
+    if write and (wrapper_of(model.config) or buffer_names(without_weights(model.config))):
+        facts["carried"] = carried_hashes(source, facts["revision"], set(facts["tensors"]), model.config)
     check_init_adapter(config, facts["hash"])
     if run.base_file.exists():
         earlier = run.base()

@@ -9,7 +9,7 @@ Not covered: FP4, 8-bit integers, NF4 block sizes other than the one transformer
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from kit.core.checkpoint_files import read_header
 from kit.core.errors import BadInput, CheckFailed
 from kit.weights import fp8
 from kit.weights.base_dropout import clear_dropout_rates, turn_off_dropout
-from kit.weights.checkpoint import read_tensor
+from kit.weights.checkpoint import find_checkpoint, read_tensor
 from kit.weights.experts import FrozenExperts, experts_of, frozen_experts, read_experts
 from kit.weights.fp8 import Fp8Linear, store_in_fp8
 from kit.weights.gather import is_split, whole
@@ -33,6 +33,7 @@ from kit.weights.model_files import (
     without_weights,
 )
 from kit.weights.nf4 import BLOCK_SIZE, PIECE, block_maxima, dequantize_with, one_thread, quantize_weight
+from kit.weights.wrapped import loading
 
 
 def load_frozen(
@@ -115,12 +116,14 @@ def load_nf4(
     return model
 
 
-def _whole_model(path: str | Path, **options: Any) -> torch.nn.Module:
-    """Load the model at `path` without dropout; `BadInput` if the checkpoint lacks one of its parameters."""
+def _whole_model(path: str | Path, config: Any, **options: Any) -> torch.nn.Module:
+    """Load the model of `config` from `path` without dropout; `BadInput` if the checkpoint lacks one of its
+    parameters."""
     from transformers import AutoModelForCausalLM
 
-    clear_dropout_rates(options["config"])
-    model, found = AutoModelForCausalLM.from_pretrained(str(path), output_loading_info=True, **options)
+    clear_dropout_rates(config)
+    with loading(config) as names:
+        model, found = AutoModelForCausalLM.from_pretrained(str(path), output_loading_info=True, **names, **options)
     turn_off_dropout(model)
     refuse_made_up(path, found["missing_keys"], sum(1 for _ in model.parameters()))
     return model
@@ -286,7 +289,8 @@ def base_facts(
     tensors: dict[str, str], offsets: dict[str, float], quantized: list[str], facts: dict, model: Any, revision: Any
 ) -> dict:
     """Content of `base.json`: tensor hashes, offsets and names of the linear layers that are stored as `facts`
-    (`nf4_facts`, `plain_facts`) say and that formats quantize."""
+    (`nf4_facts`, `plain_facts`) say and that formats quantize. `carried` is added for a checkpoint that has more than
+    the model (`hash_carried`)."""
     return {
         "hash": hash_pairs(tensors),
         "model": model,
@@ -314,6 +318,18 @@ def plain_facts(quantization: str, dtype: torch.dtype, device: torch.device | st
     return {"type": quantization, "storage_dtype": dtype_name(dtype), "device": torch.device(device).type}
 
 
+def hash_carried(directory: Path, carried: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return {name: hash} of tensors that are copied unchanged, given as (name in the file, file) of `directory`."""
+    return {name: hash_tensor(read_tensor(directory / file, name)) for name, file in carried}
+
+
+def carried_hashes(path: str | Path, revision: str | None, tensors: set[str], config: Any) -> dict[str, str]:
+    """`hash_carried` of what the checkpoint at `path`, local or on the hub, has besides the model's `tensors`."""
+    directory = find_checkpoint(path, revision)
+    selected = select_shards(directory, tensors, config, f"{path} is not the base of this run")
+    return hash_carried(directory, selected.carried.items())
+
+
 class BaseCheckpoint:
     """Read the original checkpoint as the dequantized base that a run was trained on, one tensor at a time.
 
@@ -336,7 +352,11 @@ class BaseCheckpoint:
             "cuda" if info["quantization"].get("device") == "cuda" and torch.cuda.is_available() else "cpu"
         )
         self.quantized = {f"{name}.weight" for name in info["quantized"]}
-        self.shards = select_shards(self.directory, set(info["tensors"]), self.config, self._stranger())
+        selected = select_shards(self.directory, set(info["tensors"]), self.config, self._stranger())
+        self.shards, self.stored, self.carried = selected.shards, selected.stored, selected.carried
+        if odd := sorted(self.carried.keys() ^ info.get("carried", {}).keys()):
+            where = "it has" if odd[0] in self.carried else "it has no"
+            raise BadInput(f"{self._stranger()}: {where} {odd[0]}, unlike the checkpoint of base.json.")
         self.files = {name: file for file, names in self.shards.items() for name in names}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -352,12 +372,18 @@ class BaseCheckpoint:
         """Shape of a tensor, from the file's header."""
         if name not in self._shapes:
             tensors = read_header(self.directory / self.files[name]).tensors
-            self._shapes |= {name: shape for name, (_, shape) in tensors.items()}
+            self._shapes |= {one: tensors[self.stored[one]][1] for one in self.shards[self.files[name]]}
         return self._shapes[name]
 
     def read(self, name: str) -> torch.Tensor:
         """Read the tensor as stored in the file, on the CPU: mapped pages of the file, no copy."""
-        return read_tensor(self.directory / self.files[name], name)
+        return read_tensor(self.directory / self.files[name], self.stored[name])
+
+    def carry(self, stored: str) -> torch.Tensor:
+        """Read a carried tensor, by its name in the file; `CheckFailed` if it is not the one in base.json."""
+        value = read_tensor(self.directory / self.carried[stored], stored)
+        self._compare(stored, hash_tensor(value), self.info["carried"][stored])
+        return value
 
     def original(self, name: str) -> torch.Tensor:
         """Read the tensor in the dtype that the trainer loaded it in, on the base's device."""
@@ -392,7 +418,10 @@ class BaseCheckpoint:
 
     def check(self, name: str, value: str) -> None:
         """`CheckFailed` if `value` is not the hash of `name` in base.json."""
-        if value != (expected := self.info["tensors"][name]):
+        self._compare(name, value, self.info["tensors"][name])
+
+    def _compare(self, name: str, value: str, expected: str) -> None:
+        if value != expected:
             made = f" (NF4 made on {self.info['quantization'].get('device')}, read here on "
             made = f"{made}{torch.device(self.device).type})" if self.storage == "nf4" else ""
             raise CheckFailed(

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput
 from kit.weights.checkpoint import checkpoint_shards, pass_full_disk
 from kit.weights.layout import parameter_shapes
+from kit.weights.wrapped import is_of_language, language_config, language_name, wrapper_of
 
 # quant_method values that `python -m merge dequantize` reads.
 DEQUANTIZED = ("fp8", "compressed-tensors")
@@ -29,7 +31,8 @@ def read_config(path: str | Path, revision: str | None = None) -> Any:
 
 
 def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
-    """Read the transformers config of a checkpoint, local or on the hub; `BadInput` if it is already quantized."""
+    """Read the transformers config of the causal LM in a checkpoint, local or on the hub; `BadInput` if it is already
+    quantized, or wrapped in a way that is not covered (`wrapped.py`)."""
     config = read_config(path, revision)
     if quantized := quantization_of(config):
         method = quantized.get("quant_method")
@@ -38,7 +41,7 @@ def unquantized_config(path: str | Path, revision: str | None = None) -> Any:
             "fp8 (policy.quantization) is made from the original 16-bit or 32-bit checkpoint: name that one"
             + (f", or what this writes: {dequantize_command(path, revision)}" if method in DEQUANTIZED else ".")
         )
-    return config
+    return language_config(config)
 
 
 def dequantize_command(path: str | Path, revision: str | None = None) -> str:
@@ -67,26 +70,51 @@ def _output_of(model: torch.nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if module is output]
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Tensors of a checkpoint's files: the model's, by their names in it, and carried ones, which are not the
+    trainer's (`wrapped.py`; buffers) and are copied unchanged into whatever is made of the checkpoint."""
+
+    shards: dict[str, list[str]]  # {file: tensors of the model}
+    stored: dict[str, str]  # {tensor of the model: its name in the file}
+    carried: dict[str, str]  # {name in the file: file}
+
+
 def select_shards(
     directory: Path, wanted: set[str], config: Any, complaint: str, listed: dict[str, list[str]] | None = None
-) -> dict[str, list[str]]:
-    """Return {shard file: its tensors among `wanted`} of a checkpoint, or of what is made of its files (`listed`).
+) -> Selection:
+    """Find the tensors `wanted` of the model of `config` in a checkpoint, or in what is made of its files (`listed`).
 
-    `BadInput`, starting with `complaint`, if a wanted tensor is missing or the checkpoint has any other. A tied
-    checkpoint may store the output embedding twice; the model has it once. Tensors that transformers ignores on load
-    are skipped.
+    `BadInput`, starting with `complaint`, if a wanted tensor is missing or the checkpoint has any other that is not
+    carried. A tied checkpoint may store the output embedding twice; the model has it once. Tensors that transformers
+    ignores on load are skipped.
     """
     listed = checkpoint_shards(directory) if listed is None else listed
-    shards = {file: [name for name in names if name in wanted] for file, names in listed.items()}
-    found = {name for names in listed.values() for name in names}
-    extra = sorted(found - wanted)
+    rename = language_name if wrapper_of(config) else str
+    files = {stored: file for file, names in listed.items() for stored in names}
+    stored = {name: one for one in files if (name := rename(one)) in wanted}
+    extra = sorted(set(files) - set(stored.values()))
     if extra and getattr(config, "tie_word_embeddings", False):
-        extra = [name for name in extra if name.removesuffix(".weight") not in output_embedding(config)]
-    if extra and (extra := _unexpected(extra, config)):
-        raise BadInput(f"{complaint}: it has {extra[0]}, which the base has not.")
-    if absent := sorted(wanted - found):
+        extra = [name for name in extra if rename(name).removesuffix(".weight") not in output_embedding(config)]
+    carried = set()
+    if wrapper_of(config):
+        carried = {name for name in extra if not is_of_language(name, wanted)}
+    if extra := [name for name in extra if name not in carried]:
+        buffers = buffer_names(without_weights(config))
+        carried |= {name for name in extra if rename(name) in buffers}
+        extra = [name for name in extra if name not in carried]
+        if unknown := _unexpected(extra, config):
+            raise BadInput(f"{complaint}: it has {unknown[0]}, which the base has not.")
+        carried |= set(extra) if wrapper_of(config) else set()  # another reader of the wrapper may want them
+    if absent := sorted(wanted - stored.keys()):
         raise BadInput(f"{complaint}: it has no {absent[0]} ({len(absent)} of {len(wanted)}).")
-    return shards
+    shards = {file: [name for one in names if (name := rename(one)) in wanted] for file, names in listed.items()}
+    return Selection(shards, stored, {name: files[name] for name in sorted(carried)})
+
+
+def buffer_names(model: torch.nn.Module) -> set[str]:
+    """Names of a model's persistent buffers: its checkpoint has them, and they are no parameters."""
+    return set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def check_complete(path: str | Path, config: Any) -> None:
@@ -97,7 +125,10 @@ def check_complete(path: str | Path, config: Any) -> None:
         return
     model = without_weights(config)
     wanted = set(parameter_shapes(model))
-    found = {name for names in checkpoint_shards(path).values() for name in names}
+    rename = language_name if wrapper_of(config) else str
+    found = {rename(name) for names in checkpoint_shards(path).values() for name in names}
+    if wrapper_of(config):
+        found = {name for name in found if is_of_language(name, wanted)}
     known = {f"{name}.weight" for name in _output_of(model)}  # a tied model may store it twice
     if not found - wanted - known:
         refuse_made_up(path, wanted - found, len(wanted))
@@ -105,13 +136,11 @@ def check_complete(path: str | Path, config: Any) -> None:
 
 def check_names(path: str | Path, config: Any) -> None:
     """`BadInput` if the safetensors at `path` use other tensor names than the model that transformers builds from
-    them, as vision-language models do: merge reads the files directly and would refuse an adapter trained on it.
+    them, and not those of a known wrapper: merge reads the files directly and would refuse an adapter trained on it.
     Reads only headers, and only of a local checkpoint."""
     if not any(Path(path).glob("*.safetensors")):
         return
-    model = without_weights(config)
-    buffers = set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    wanted = set(parameter_shapes(model)) | buffers
+    wanted = set(parameter_shapes(without_weights(config)))
     what = (
         f"{path} ({config.model_type}) is laid out otherwise than its model, so merge could not take what is trained"
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kit.core.checkpoint_files import INDEX, SINGLE
+from kit.core.checkpoint_files import INDEX, SINGLE, read_header
 from kit.core.errors import CheckFailed
 
 SAFETENSORS_NAMES = {
@@ -119,6 +119,13 @@ class TensorFile:
 def header_entry(dtype: torch.dtype, shape: tuple[int, ...], start: int, end: int) -> dict:
     """Entry of a tensor in a safetensors header."""
     return {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+
+
+def stored_kinds(directory: Path, files: dict[str, str]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return {name: (dtype, shape)} of tensors as a checkpoint stores them, from {name: file} of `directory`."""
+    headers = {file: read_header(directory / file).tensors for file in set(files.values())}
+    dtypes = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+    return {name: (dtypes[headers[file][name][0]], headers[file][name][1]) for name, file in files.items()}
 
 
 class PartsFile:

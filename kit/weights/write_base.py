@@ -4,13 +4,13 @@ the model. An unquantized base (`policy.quantization: none`) is the original in 
 Covers: which weights transformers quantizes, from the model's shapes alone; the facts of `base.json`, equal to those
 of the loaded model; safetensors files written in place. Memory: one tensor plus what quantizing it takes.
 Not covered: models whose parameters are named or laid out differently in their checkpoint (Conv1D), except experts
-(`layout.py`).
+(`layout.py`) and language models inside known wrappers (`wrapped.py`).
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +18,18 @@ from typing import Any
 
 import torch
 
-from kit.core.checkpoint_files import read_header
+from kit.core.checkpoint_files import SINGLE, read_header
 from kit.core.errors import BadInput
 from kit.core.run_directory import write_json
 from kit.weights import fp8
 from kit.weights.checkpoint import checkpoint_shards, read_tensor
-from kit.weights.frozen_base import base_facts, nf4_facts, plain_facts
+from kit.weights.frozen_base import base_facts, hash_carried, nf4_facts, plain_facts
 from kit.weights.hashing import hash_fp8, hash_quantized, hash_tensor
 from kit.weights.layout import expert_matrices, parameter_shapes, unquantized_names
 from kit.weights.model_files import select_shards, unquantized_config
 from kit.weights.nf4 import BLOCK_SIZE, block_maxima, dequantize_with, quantize_weight
-from kit.weights.shards import TensorFile, write_index
+from kit.weights.shards import TensorFile, stored_kinds, write_index
+from kit.weights.wrapped import language_name, wrapper_of
 
 NF4_FOLDER = "nf4"
 
@@ -109,33 +110,34 @@ class Original:
         config = unquantized_config(self.directory)
         self.plan = plan_base(config, quantization)
         complaint = f"{self.directory} is not the model that its config.json describes"
-        shards = select_shards(self.directory, set(self.plan.shapes), config, complaint)
-        self.shards = {file: names for file, names in shards.items() if names}
+        selected = select_shards(self.directory, set(self.plan.shapes), config, complaint)
+        self.stored, self.carried = selected.stored, selected.carried
+        self.shards = {file: names for file, names in selected.shards.items() if names}
         self.files = {name: file for file, names in self.shards.items() for name in names}
         for file, names in self.shards.items():
             tensors = read_header(self.directory / file).tensors
             for name in names:
-                if (found := tensors[name][1]) != (wanted := self.plan.shapes[name]):
+                if (found := tensors[self.stored[name]][1]) != (wanted := self.plan.shapes[name]):
                     raise BadInput(f"{complaint}: {name} is {found}, it should be {wanted}.")
-        self._check_tied()
+        self._check_tied(language_name if wrapper_of(config) else str)
 
-    def _check_tied(self) -> None:
+    def _check_tied(self, rename: Callable[[str], str]) -> None:
         """`BadInput` if a tied weight is stored twice and differs: transformers would load both, vLLM one."""
         for file, names in checkpoint_shards(self.directory).items():
-            for name in (name for name in names if name in self.plan.tied):
-                owner = self.plan.tied[name]
-                if not torch.equal(self._read(file, name), self.read(owner)):
+            for stored in (stored for stored in names if rename(stored) in self.plan.tied):
+                owner = self.plan.tied[rename(stored)]
+                if not torch.equal(self._read(file, stored), self.read(owner)):
                     raise BadInput(
-                        f"{self.directory} ties {name} to {owner} and stores other values for it. Set "
+                        f"{self.directory} ties {stored} to {owner} and stores other values for it. Set "
                         "tie_word_embeddings to false in its config.json if they are meant to differ."
                     )
 
     def read(self, name: str) -> torch.Tensor:
         """Read the tensor as the trainer loads it, before quantization."""
-        return self._read(self.files[name], name)
+        return self._read(self.files[name], self.stored[name])
 
-    def _read(self, file: str, name: str) -> torch.Tensor:
-        return read_tensor(self.directory / file, name).to(device=self.device, dtype=self.dtype)
+    def _read(self, file: str, stored: str) -> torch.Tensor:
+        return read_tensor(self.directory / file, stored).to(device=self.device, dtype=self.dtype)
 
 
 def write_base(source: Original, directory: Path, model: str, revision: str | None) -> dict:
@@ -144,7 +146,10 @@ def write_base(source: Original, directory: Path, model: str, revision: str | No
 
     `model` and `revision` are recorded in it as the origin.
     """
-    files = source.shards if len(source.shards) > 1 else {"model.safetensors": list(source.files)}
+    files = {file: source.shards.get(file, []) for file in sorted({*source.files.values(), *source.carried.values()})}
+    if len(files) == 1:
+        files = {SINGLE: list(source.files)}
+    carried = {name: file if len(files) > 1 else SINGLE for name, file in source.carried.items()}
     quantization, quantized = source.plan.quantization, source.plan.quantized
     if quantization == "nf4":
         (directory / NF4_FOLDER).mkdir()
@@ -155,7 +160,10 @@ def write_base(source: Original, directory: Path, model: str, revision: str | No
     with ThreadPoolExecutor(1) as pool:
         for file, names in files.items():
             started = time.monotonic()
-            with _open_pair(source, directory, file, names) as (weights, copy):
+            others = [name for name, place in carried.items() if place == file]
+            with _open_pair(source, directory, file, names, others) as (weights, copy):
+                for name in others:
+                    weights.write(name, read_tensor(source.directory / source.carried[name], name))
                 for name in names:
                     tensors[name], found = _write_tensor(source, name, weights, copy, pool)
                     if found is not None:
@@ -164,12 +172,12 @@ def write_base(source: Original, directory: Path, model: str, revision: str | No
                         offsets[name] = found.offset.item()
             print(f"  {file}: {len(names)} tensors in {time.monotonic() - started:.1f} s", flush=True)
     if len(files) > 1:
-        weight_map = {name: file for file, names in files.items() for name in names}
+        weight_map = {source.stored[name]: file for file, names in files.items() for name in names} | carried
         write_index(directory, weight_map, source.plan.weights_bytes())
     copies = {name: file for file, names in files.items() for name in names if name in quantized}
     if quantization == "nf4":
         write_json(directory / NF4_FOLDER / "index.json", dict(sorted(copies.items())))
-    return base_facts(
+    info = base_facts(
         dict(sorted(tensors.items())),
         {name: offsets[name] for name in source.plan.shapes if name in offsets},
         [name.removesuffix(".weight") for name in copies],
@@ -177,6 +185,7 @@ def write_base(source: Original, directory: Path, model: str, revision: str | No
         model,
         revision,
     )
+    return info | ({"carried": hash_carried(source.directory, source.carried.items())} if carried else {})
 
 
 def _write_tensor(
@@ -186,21 +195,21 @@ def _write_tensor(
 
     `pool` computes the hash while the tensor is written.
     """
-    value = source.read(name)
+    value, stored = source.read(name), source.stored[name]
     if name not in source.plan.quantized or source.plan.quantization == "none":
         job = pool.submit(hash_tensor, value)
-        weights.write(name, value.to(torch.bfloat16))
+        weights.write(stored, value.to(torch.bfloat16))
         return job.result(), None
     if source.plan.quantization == "fp8":
         codes, scale = fp8.quantize_weight(value)
         job = pool.submit(hash_fp8, codes, scale, value.dtype)
-        weights.write(name, fp8.dequantize_with(codes, scale, value.dtype).to(torch.bfloat16))
+        weights.write(stored, fp8.dequantize_with(codes, scale, value.dtype).to(torch.bfloat16))
         return job.result(), None
     packed, state = quantize_weight(value, source.double_quantization, None)
     del value  # only its NF4 form is needed from here
     job = pool.submit(hash_quantized, packed, state)
     absmax = block_maxima(state)
-    weights.write(name, dequantize_with(packed, absmax, state.shape, state.dtype).to(torch.bfloat16))
+    weights.write(stored, dequantize_with(packed, absmax, state.shape, state.dtype).to(torch.bfloat16))
     copy.write(f"{name}.packed", packed.reshape(-1))
     copy.write(f"{name}.absmax", absmax)
     return job.result(), state
@@ -208,15 +217,18 @@ def _write_tensor(
 
 @contextlib.contextmanager
 def _open_pair(
-    source: Original, directory: Path, file: str, names: list[str]
+    source: Original, directory: Path, file: str, names: list[str], carried: list[str]
 ) -> Iterator[tuple[TensorFile, TensorFile | None]]:
-    """Open the BF16 file of a shard and the file of its NF4 copy; None for the copy if the shard has no NF4 weight."""
+    """Open the BF16 file of a shard, with the tensors `carried` as they are stored, and the file of its NF4 copy; None
+    for the copy if the shard has no NF4 weight."""
     shapes = source.plan.shapes
     copied: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name in source.plan.quantized.intersection(names) if source.plan.quantization == "nf4" else ():
         packed, blocks = copy_sizes(shapes[name])
         copied |= {f"{name}.packed": (torch.uint8, (packed,)), f"{name}.absmax": (torch.float32, (blocks,))}
-    weights = TensorFile(directory / file, {n: (torch.bfloat16, shapes[n]) for n in names}, {"format": "pt"})
+    kinds = {source.stored[name]: (torch.bfloat16, shapes[name]) for name in names}
+    kinds |= stored_kinds(source.directory, {name: source.carried[name] for name in carried})
+    weights = TensorFile(directory / file, kinds, {"format": "pt"})
     facts = {"block_size": str(BLOCK_SIZE), "dtype": str(source.dtype).removeprefix("torch.")}
     with (
         weights,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kit.core.run_directory import RunDir, publish, write_json, write_manifest
-from kit.weights.frozen_base import hash_base, load_nf4
+from kit.weights.frozen_base import carried_hashes, hash_base, load_nf4
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPE = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
@@ -112,6 +112,8 @@ def make_run(
     write_json(run.config_file, {"config": config})
     model = load_nf4(model_dir, dtype, device=device)
     info = hash_base(model)
+    if found := carried_hashes(model_dir, None, set(info["tensors"]), model.config):
+        info["carried"] = found
     write_json(run.base_file, info)
     torch.manual_seed(1)
     wrapped = get_peft_model(model, LoraConfig(**{"r": 8, "lora_alpha": 16, "target_modules": LINEARS, **lora}))

@@ -472,6 +472,7 @@ def test_fused_layers_share_the_largest_weight_of_any_of_them(tmp_path, largest)
     names["o_proj"] = "model.layers.0.x.o_proj.weight"
     tensors = {name: torch.full((2, 2), -3.0 if kind == largest else 1.0) for kind, name in names.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    found = fused_peaks(tmp_path, set(names.values()))
+    base = SimpleNamespace(quantized=set(names.values()), stored={name: name for name in names.values()})
+    found = fused_peaks(tmp_path, base)
     groups = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
     assert found == {names[kind]: 3.0 if largest in group else 1.0 for group in groups for kind in group}

@@ -358,5 +358,9 @@ def test_a_checkpoint_that_merge_could_not_take_is_refused(tmp_path):
     vision = size | {"image_size": 28, "patch_size": 14}
     shape = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=63)
     Gemma3ForConditionalGeneration(shape).save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match=r"\(gemma3\) is laid out otherwise than its model, .*: it has language_model"):
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.scale": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        BadInput, match=r"\(gemma3_text\) is laid out otherwise than its model, .*: it has lm_head.scale"
+    ):
         check_base(load_config(CONFIG, ["--model.path", str(tmp_path)]))

@@ -31,11 +31,13 @@ def copy_bytes(directory: Path) -> int:
         return sum(file.stat().st_size for file in directory.glob("nf4/*.safetensors"))
     from kit.core.checkpoint_files import read_header
     from kit.weights.checkpoint import checkpoint_shards
+    from kit.weights.wrapped import language_name
 
     names = {f"{name}.weight" for name in json.loads((directory / "base.json").read_text())["quantized"]}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in checkpoint_shards(directory):
-        shapes |= {name: shape for name, (_, shape) in read_header(directory / file).tensors.items() if name in names}
+        tensors = read_header(directory / file).tensors.items()
+        shapes |= {name: shape for stored, (_, shape) in tensors if (name := language_name(stored)) in names}
     return sum(out * width * 2 if kind == "none" else out * (width + 4) for out, width in shapes.values())
 
 
@@ -49,15 +51,17 @@ def read(directory: Path, kind: str, linears: list[Any], place: Callable[[Any], 
 
     from kit.weights.checkpoint import checkpoint_shards, read_tensor
     from kit.weights.fp8 import quantize_weight
+    from kit.weights.wrapped import language_name
 
-    files = {name: directory / file for file, names in checkpoint_shards(directory).items() for name in names}
+    shards = checkpoint_shards(directory).items()
+    files = {language_name(stored): (directory / file, stored) for file, names in shards for stored in names}
     stored = json.loads((directory / "base.json").read_text())["quantized"]
     for linear in linears:
         packed, scales = [], []
         for part in linear.parts:
             if part.name not in stored:
                 raise ValueError(f"{part.name} is not in it: the base is another model's")
-            weight = read_tensor(files[f"{part.name}.weight"], f"{part.name}.weight")
+            weight = read_tensor(*files[f"{part.name}.weight"])
             weight = weight[part.first_out : part.first_out + part.rows]
             columns = slice(part.first_in, part.first_in + linear.columns)
             if kind == "fp8":
