@@ -20,6 +20,7 @@ _CONFIRMED = "assumed, confirmed by " + _POINTS
 _ONE_CARD = "bench/README.md, trainer and server on one card"
 _READ_TRL = "read in trl 1.16.0, kernels/chunked_logprob.py and trainer/utils.py"
 _FORMATS = "bench/README.md, training for a format"
+_SPLIT = "bench/README.md, trainer and server on a card each, of 157 ms a sync of the 8B shape on an H200"
 _ROLLOUT_8B = "bench/README.md, rollout_8b.py --part speed, fit over 64, 256 and 512 sequences"
 
 TABLE = {
@@ -99,7 +100,9 @@ TABLE = {
     "decode_efficiency_fp8": Coefficient(0.45, "share of the dense FP8 peak", _ROLLOUT_8B),
     "decode_efficiency_bf16": Coefficient(0.70, "share of the dense BF16 peak", _ROLLOUT_8B),
     "adapter_slowdown": Coefficient(1.33, "factor", _ROLLOUT_8B),
-    "sync_s": Coefficient(0.16, "s a step", "bench/README.md, split: 157 ms"),
+    "sync_s": Coefficient(0.076, "s a step", _SPLIT + ": the canary, and what no part is named for"),
+    "sync_s_gb": Coefficient(0.6, "s a GB of the adapter", _SPLIT + ": written and read, 52 ms for 87 MB"),
+    "fold_s": Coefficient(4.2e-12, "s a weight", _SPLIT + ": 29 ms for 6.95e9 weights"),
     "sleep_s": Coefficient(0.42, "s a step", "bench/README.md, one card: wake and sleep of an 8B shape"),
     "own_decode_s": Coefficient(
         3.8e-3, "s a layer and decode step", _POINTS + ": transformers' generate, 302 tokens/s"

@@ -10,8 +10,9 @@ from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput
 from kit.core.run_directory import read_json
 from kit.plan import memory
+from kit.plan.decoder import Shape
 from kit.plan.gpus import CARDS, recognize
-from kit.plan.shapes import Shape, shape_from_facts
+from kit.plan.shapes import shape_from_facts
 
 Point = dict[str, Any]  # one measurement of the file
 LIMIT = 0.10
@@ -45,7 +46,7 @@ def point_config(point: Point) -> Config:
         "run": {"name": "point"},
         "model": {"id": "point"},
         "policy": {"lora_rank": point["lora_rank"], "adapter_dtype": point.get("adapter_dtype", "float32")}
-        | {key: point[key] for key in ("compute", "kernels", "embeddings") if key in point},
+        | {key: point[key] for key in ("compute", "kernels", "embeddings", "expert_rank") if key in point},
         "rollout": {
             "backend": "in_process" if point["kind"] == "rollout" else "server",
             "max_prompt_length": point.get("prompt_tokens", 256),
@@ -69,7 +70,7 @@ def point_config(point: Point) -> Config:
 
 
 def point_shape(point: Point) -> Shape:
-    return shape_from_facts(point["model"] | {"model_type": "qwen3"}, point["shape"])
+    return shape_from_facts({"model_type": "qwen3"} | point["model"], point["shape"])
 
 
 def rows_of(point: Point, card_name: str) -> list[Row]:
@@ -96,6 +97,8 @@ def rows_of(point: Point, card_name: str) -> list[Row]:
         name += f", packs of {packed}"
     name += "".join(f", {one}" for one in (config.policy.compute, config.policy.kernels) if one not in AS_EVER)
     name += f", rank {point['lora_rank']}" if point["lora_rank"] != 16 else ""
+    if config.policy.expert_rank is not None:
+        name += f", rank {config.policy.expert_rank} on experts"
     name += ", bf16 adapter" if config.policy.adapter_dtype == "bfloat16" else ""
     rows = [Row(name, found, point["peak_gib"])]
     if point["kind"] == "rollout":

@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from kit.core.config.schema import Config
 from kit.plan import quantized, teacher
 from kit.plan.coefficients import value
-from kit.plan.gpus import Card
+from kit.plan.decoder import Shape
+from kit.plan.gpus import CARDS, Card
 from kit.plan.memory import (
     GIB,
     KEPT,
     generation_parts,
-    kv_token_bytes,
     kv_width,
     layer_bytes,
     run_again,
     sequence_gib,
     stored_bytes,
+    sync_bytes,
 )
-from kit.plan.shapes import Shape
 from kit.plan.sizes import is_flex
 
 MEASURED_CARD = "h200"
@@ -86,7 +86,7 @@ def forwards(shape: Shape, config: Config, completions: int) -> Forwards:
     rollout, train = config.rollout, config.train
     prompt, completion = rollout.max_prompt_length, rollout.max_completion_length
     # Causal: half of both matmuls.
-    pairs = 2 * shape.q_size * shape.layers
+    pairs = 2 * shape.q_size * shape.layers * shape.attended_share(prompt + completion)
     if train.micro_batch_tokens is None:
         micro, length = min(train.per_device_train_batch_size, completions), prompt + completion
         count = math.ceil(completions / micro)
@@ -110,15 +110,15 @@ def update_seconds(shape: Shape, config: Config, card: Card, completions: int, s
     passes = 2 + (train.beta != 0 and not distills) / train.num_iterations
     again = run_again(shape, config) / shape.layers
     is_full = train.recompute == "full"
-    # The last matmul of a layer is not recomputed.
-    layer = shape.linear_weights / shape.layers
-    products = passes + again * is_full * (1 - shape.intermediate * shape.hidden / layer)
+    # A layer's last matmul is not recomputed if nothing reads it: with experts, their weights do.
+    last = shape.dense_layers * shape.intermediate * shape.hidden
+    products = passes + again * is_full * (1 - last / shape.active_weights)
     attending = passes + again * (is_full or (train.micro_batch_tokens is not None and is_flex(config)))
     if policy.compute == "fp8" and card.fp8_tflops is not None:
         products /= value("fp8_products")
     elif quantized.multiplies_fp8(config, card):
         products = 1 + (products - 1) / value("fp8_products")  # all but the backward pass
-    linear = 2 * shape.linear_weights * one.tokens
+    linear = 2 * shape.active_weights * one.tokens
     head = 2 * shape.vocabulary * shape.hidden * one.scored
     heads = teacher.head_products(config)[0] if distills else passes
     arithmetic = (products * linear + heads * head + attending * one.attention) / _reached(card)
@@ -148,8 +148,9 @@ def _adapter_traffic(shape: Shape, config: Config) -> float:
     """Bytes per token and pass that peft's path moves and layers fused with their adapter do not."""
     if config.policy.compute == "plain" and config.policy.quant_cfg is None:
         return 0.0
-    outputs = sum(shape.linears[name][1] for name in shape.targeted(config.policy.target_modules))
-    return value("merged_bytes" if config.policy.quant_cfg else "peft_bytes") * outputs * shape.layers
+    targets = shape.targeted(config.policy.target_modules)
+    outputs = sum(one.outs * one.layers for one in shape.linears if one.name in targets)
+    return value("merged_bytes" if config.policy.quant_cfg else "peft_bytes") * outputs
 
 
 def _dequantized_bytes(shape: Shape, config: Config) -> float:
@@ -174,7 +175,7 @@ def _input_traffic(shape: Shape, config: Config, card: Card, tokens: float) -> f
     fmt = quantized.format_of(config)
     if fmt is None or fmt.activation is None or quantized.has_kernels(card):
         return 0.0
-    inputs = 2 * shape.hidden + shape.q_size + shape.intermediate
+    inputs = 2 * shape.hidden + shape.q_size + shape.mlp_width
     return quantized.TORCH_INPUT_MOVES[fmt.activation.kind] * inputs * shape.layers * tokens
 
 
@@ -199,7 +200,7 @@ def teacher_seconds(shape: Shape, config: Config, card: Card, completions: int, 
     model = teacher.shape_of(shape, config)
     one = forwards(model, config, completions)
     head = teacher.head_products(config)[1] * 2 * model.vocabulary * model.hidden * one.scored
-    arithmetic = (2 * model.linear_weights * one.tokens + one.attention + head) / _reached(card)
+    arithmetic = (2 * model.active_weights * one.tokens + one.attention + head) / _reached(card)
     own = config if model is shape else replace(config, policy=replace(config.policy, kernels="torch"))
     moved = _dequantized_bytes(model, config) + one.tokens * _layer_traffic(model, own)
     launch = model.layers * value("launch_s") * (1 + sign * value("launch_spread"))
@@ -210,15 +211,15 @@ def decode_seconds(shape: Shape, config: Config, card: Card, sequences: float) -
     """Seconds to decode one token for each of `sequences` at half of the full length, on a vLLM server."""
     server, rollout, share = config.server, config.rollout, config.server.tensor_parallel
     fp8 = server.weights != "bf16" and card.fp8_tflops is not None
-    read = shape.linear_weights * (1 if server.weights != "bf16" else 2) + 2 * shape.vocabulary * shape.hidden
+    read = shape.weights_read(sequences) * (1 if server.weights != "bf16" else 2) + 2 * shape.vocabulary * shape.hidden
     bandwidth = card.gb_per_s * 1e9
     if fp8:
         reached = value("decode_efficiency_fp8") * card.fp8_tflops * 1e12
     else:
         reached = value("decode_efficiency_bf16") * card.bf16_tflops * 1e12
     length = rollout.max_prompt_length + rollout.max_completion_length / 2
-    cache = length * kv_token_bytes(shape, kv_width(config)) / (value("decode_bandwidth") * bandwidth)
-    flops = 2 * (shape.linear_weights + shape.vocabulary * shape.hidden) / reached
+    cache = shape.cached_bytes(length, kv_width(config)) / (value("decode_bandwidth") * bandwidth)
+    flops = 2 * (shape.active_weights + shape.vocabulary * shape.hidden) / reached
     fixed = value("eager_s") * shape.layers if server.enforce_eager else value("step_s")
     seconds = fixed + (read / bandwidth + sequences * (cache + flops)) / share
     return seconds * (value("adapter_slowdown") if rollout.sync == "adapter" else 1.0)
@@ -231,7 +232,16 @@ def served_seconds(shape: Shape, config: Config, card: Card, completions: float,
     decode = decode_seconds(shape, config, card, completions / waves)
     prompts = completions / config.rollout.group_size * config.rollout.max_prompt_length
     peak = value("decode_efficiency_bf16") * card.bf16_tflops * 1e12 * config.server.tensor_parallel
-    return waves * config.rollout.max_completion_length * decode + 2 * shape.linear_weights * prompts / peak
+    return waves * config.rollout.max_completion_length * decode + 2 * shape.active_weights * prompts / peak
+
+
+def sync_seconds(shape: Shape, config: Config, card: Card) -> float:
+    """Seconds to hand a new adapter to the replicas: write, read and fold it, score the canary."""
+    found = value("sync_s") + value("sync_s_gb") * sync_bytes(shape, config) / 1e9
+    if config.rollout.sync == "remerge":
+        slower = CARDS[MEASURED_CARD].gb_per_s / card.gb_per_s
+        found += value("fold_s") * slower * shape.linear_weights / config.server.tensor_parallel
+    return found
 
 
 def own_seconds(shape: Shape, config: Config, card: Card, completions: int) -> float:
@@ -240,11 +250,11 @@ def own_seconds(shape: Shape, config: Config, card: Card, completions: int) -> f
     length = rollout.max_prompt_length + rollout.max_completion_length / 2
     bandwidth = value("decode_bandwidth") * card.gb_per_s * 1e9
     # The cache is read by attention, and read and written when it grows by a token.
-    read = completions * length * kv_token_bytes(shape, 2) * 3
+    read = completions * shape.cached_bytes(length, 2) * 3
     if kept := generation_parts(shape, config, card).get(KEPT):
         read += kept * GIB  # made once
     elif config.policy.quant_cfg is None:
-        read += shape.linear_weights * 0.52
+        read += shape.weights_read(completions) * 0.52
     else:
         read += _weight_bytes(shape, config, card)
     decode = max(value("own_decode_s") * shape.layers, read / bandwidth)
@@ -268,7 +278,7 @@ def step_time(
     mine = math.ceil(completions / trainers)
     if replicas:
         rollout = served_seconds(shape, config, card, completions / replicas, cache_gib)
-        other = value("sync_s") + value("sleep_s") * config.server.sleep
+        other = sync_seconds(shape, config, card) + value("sleep_s") * config.server.sleep
     else:
         rollout, other = own_seconds(shape, config, card, mine), 0.0
     rollout, other = rollout / config.train.num_iterations, other / config.train.num_iterations

@@ -7,15 +7,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kit.core.config import expert_rules
 from kit.core.config.checks import check_config
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.plan import cost, memory, quantized
+from kit.plan.decoder import Shape
 from kit.plan.gpus import CARDS, Card
 from kit.plan.memory import Estimate
 from kit.plan.placement import Placement, place
 from kit.plan.recompute import least, set_recompute
-from kit.plan.shapes import Shape
 from kit.plan.sizes import Keys, process_completions, row_tokens, with_keys
 
 STEP, PACK_STEP = 128, 1024  # tokens; completion lengths and packs are searched in multiples of them
@@ -169,6 +170,8 @@ def _faults(layout: Layout) -> list[str]:
     if config.policy.compute == "fp8" and card.fp8_tflops is None and card.bf16_tflops:
         found.append(f"A {card.name} has no FP8 arithmetic. Set policy.compute to fused.")
     found += quantized.faults(shape, config, card)
+    if shape.experts is not None:
+        found += [f"The model is a mixture of experts: {one}." for one in expert_rules.faults(config)]
     if layout.server is None:
         return found
     one, cache = memory.sequence_gib(shape, config), layout.server["KV cache"]
@@ -345,6 +348,8 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
         found.append(({"policy.embeddings": "host"}, "each forward waits for its input rows from the host"))
     if train.recompute != "none" and not train.recompute_offload and not layout.card.is_cpu:
         found.append(({"train.recompute_offload": True}, "inputs of layers copied to the host and back"))
+    if layout.shape.experts is not None and memory.expert_rank(config) > 1:
+        found.append(({"policy.expert_rank": memory.expert_rank(config) // 2}, "a smaller adapter on each expert"))
     if config.policy.lora_rank > 8:
         found.append(({"policy.lora_rank": config.policy.lora_rank // 2}, "a smaller adapter"))
     if config.rollout.max_completion_length > STEP:

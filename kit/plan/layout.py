@@ -2,9 +2,10 @@
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
+from kit.plan.decoder import Shape
 from kit.plan.fitting import Layout, check_keys, lay_out
 from kit.plan.gpus import Card, parse_gpus
-from kit.plan.shapes import Shape, config_shape, find_shape, shape_by_size
+from kit.plan.shapes import config_shape, find_shape, shape_by_size
 from kit.plan.sizes import Facts
 
 

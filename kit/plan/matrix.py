@@ -8,13 +8,19 @@ import json
 from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config
 from kit.core.errors import DONE
+from kit.plan import shapes
+from kit.plan.decoder import Shape
 from kit.plan.fitting import STEP, largest_that_fits, lay_out
 from kit.plan.gpus import CARDS, Card
 from kit.plan.memory import full_cache_gib
-from kit.plan.shapes import Shape, shape_by_size
+from kit.plan.shapes import shape_by_size
 from kit.plan.sizes import with_keys
 
-MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
+MODELS = (
+    *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b"),
+    *("qwen3.5-9b", "qwen3.5-27b", "gemma3-12b", "gemma3-27b"),
+)
+REFUSED = {"gpt-oss-20b": "gpt_oss"}  # a row that says why; model types of shapes.REFUSED
 # One card per memory size.
 SIZES = {"16 GB": "rtx4080", "24 GB": "rtx4090", "48 GB": "l40s", "80 GB": "h100-80g", "141 GB": "h200"}
 WAYS = ("shared", "split")
@@ -22,7 +28,8 @@ GROUP, PROMPT, COMPLETION, COMPLETIONS = 8, 512, 2048, 64
 
 
 def matrix_config(way: str) -> Config:
-    """Rank 16, prompts of 512 tokens, a group of 8 at once on an FP8 server with an FP8 KV cache, no CUDA graphs."""
+    """Rank 16, on experts too; prompts of 512 tokens, a group of 8 at once on an FP8 server with an FP8 KV cache, no
+    CUDA graphs."""
     values: dict[str, dict] = {
         "run": {"name": "matrix"},
         "model": {"id": "matrix"},
@@ -68,9 +75,9 @@ def matrix() -> dict[str, dict[str, dict[str, Cell]]]:
 
 
 def print_matrix(as_json: bool) -> int:
-    found = matrix()
+    found, refused = matrix(), {model: shapes.REFUSED[kind] for model, kind in REFUSED.items()}
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found | {model: {"refused": why} for model, why in refused.items()}, indent=2))
         return DONE
     print(
         "Longest completion in tokens (k = 1,024), and the largest micro-batch of completions of 2,048;\n"
@@ -82,6 +89,8 @@ def print_matrix(as_json: bool) -> int:
         print(
             f"| {model} | " + " | ".join(" / ".join(_spell(row[size][way]) for way in WAYS) for size in SIZES) + " |"
         )
+    for model, why in refused.items():
+        print(f"| {model} | refused: {why} |" + " |" * (len(SIZES) - 1))
     return DONE
 
 

@@ -5,14 +5,17 @@ Arithmetic on a shape and a configuration. Imports no torch.
 Covers the base as it is stored, the adapter with gradients and optimizer, activations with every `train.recompute`,
 fused and FP8 linear layers, quantized ones (quantized.py), a teacher (teacher.py), liger's kernels, micro-batches of
 rows and of tokens, TRL's tiled log-prob head, the reference pass, in-process generation; on the server weights, KV
-cache, CUDA graphs, LoRA slots, the copy of the base. Not covered: experts, sharded bases, host memory beside a GPU.
+cache, CUDA graphs, LoRA slots, the copy of the base, vision weights. Of experts: a layer's in 16 bits, rows by
+expert, copies of their factors. Not covered: sharded bases, host memory beside a GPU, how unevenly tokens choose.
 
 Bytes per token were counted by tracing every allocation of the recipe's own forward and backward (transformers 5.17,
 peft 0.21.2, bitsandbytes 0.50.2 under autocast), varying one dimension of the shape at a time.
 """
 
+import math
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kit.core.config.base_rules import CALLED
 from kit.core.config.recompute_rules import recomputed_layers
@@ -20,8 +23,8 @@ from kit.core.config.schema import Config
 from kit.core.limits import FOLD_CHUNK, FOLD_GIB, FORMAT_GIB, SERVED_RANKS
 from kit.plan import quantized, teacher
 from kit.plan.coefficients import value
+from kit.plan.decoder import Experts, LinearAttention, Shape
 from kit.plan.gpus import Card
-from kit.plan.shapes import Shape
 from kit.plan.sizes import is_flex, process_completions, row_tokens, value_bytes
 
 GIB = 2**30
@@ -31,6 +34,12 @@ STORED = {kind: f"{name} weights" for kind, name in CALLED.items()}  # the base'
 TEACHER = (*(f"teacher's {name}" for name in STORED.values()), "teacher's 16-bit layers", "teacher's adapter")
 RESIDENT = (*STORED.values(), "16-bit layers", "adapter", "optimizer", "context", "process group", *TEACHER)
 CANARY_TOKENS = 256  # kit/rollout/canary_scores.py
+RANK_ALIGNED = 8  # kit/weights/experts.py: factors of experts are padded to a multiple of it
+ROW_INDEX = 26  # bytes per token and expert taken: places in and out of the sorted order, routing weight
+# The gated delta rule, traced as everything per token: bytes per value of its queries and keys, of its values, and per
+# head; copies of its convolution's channels; gradients per value. And copies of a gated query.
+DELTA_QUERY, DELTA_VALUE, DELTA_HEAD, DELTA_MIXED, DELTA_GRADIENTS, GATED_QUERY = 36, 27, 950, 2, 11, 3
+DELTA_CHUNK = 64  # tokens; transformers 5.17 keeps two float32 states per chunk
 ROOM_FOR_KEPT = 0.5  # kept_weights.py: share of the memory that generation leaves free
 KEPT = "kept weights"
 
@@ -80,53 +89,216 @@ def optimizer_bytes(optimizer: str, adapter_bytes: int) -> float:
     return 2 * (1 + 4 / 256) if "8bit" in optimizer else 2 * adapter_bytes
 
 
-def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:
-    """Bytes per token that one decoder layer keeps for its backward pass."""
-    liger, narrow = config.policy.kernels == "liger", value_bytes(config)
-    # torch's norms keep their input in float32, liger's as it is; liger's SwiGLU recomputes silu(gate).
-    normed = narrow if liger else 4
-    targets = shape.targeted(config.policy.target_modules)
-    # An adapter keeps its input.
-    hidden = 2 * normed + narrow * (bool({"q_proj", "k_proj", "v_proj"} & set(targets)))
-    hidden += narrow * bool({"gate_proj", "up_proj"} & set(targets))
-    intermediate = narrow * ((2 if liger else 3) + ("down_proj" in targets))
-    query = 2 * narrow + (normed if shape.qk_norm else 0)
-    key = normed if shape.qk_norm else 0
-    if padded and shape.kv_heads < shape.heads:
-        query += 2 * narrow  # with a padding mask keys and values are repeated for every head
-    else:
-        key += 2 * narrow
-    # x Aᵀ; quantized layers recompute it.
+class Part(NamedTuple):
+    """Attention or MLP of one kind, in so many decoder layers: bytes per token.
+
+    `kept` for the backward pass, apart from norms; `products`: the part of it that selective keeps too, outputs of
+    attention and of matmuls with the base, except a last one that is not read again; `gradients` alive at the peak of
+    its backward pass.
+    """
+
+    layers: int
+    kept: float
+    products: float
+    gradients: float
+
+
+def _ranks(shape: Shape, config: Config, names: set[str], layers: int) -> float:
+    """Bytes per token of x Aᵀ for the linear layers of these names in one of `layers`; quantized layers recompute
+    it."""
     copies = 0 if config.policy.quant_cfg else 2 if config.policy.compute == "plain" else 1
-    rank = copies * narrow * len(targets) * config.policy.lora_rank
-    return (
-        hidden * shape.hidden + intermediate * shape.intermediate + query * shape.q_size + key * shape.kv_size + rank
-    )
+    targets = shape.targeted(config.policy.target_modules)
+    count = len({one.name for one in shape.linears if one.name in names and one.name in targets and layers})
+    return copies * value_bytes(config) * count * config.policy.lora_rank
+
+
+def _attention_parts(shape: Shape, config: Config, padded: bool) -> list[Part]:
+    narrow, normed = value_bytes(config), _normed_bytes(config)
+    targets = set(shape.targeted(config.policy.target_modules))
+    hidden = narrow * bool({"q_proj", "k_proj", "v_proj"} & targets)  # an adapter keeps its input
+    query = (2 + GATED_QUERY * shape.query_gate) * narrow + (normed if shape.qk_norm else 0)
+    key = normed if shape.qk_norm else 0
+    kept = hidden * shape.hidden + query * shape.q_size + key * shape.kv_size
+    kept += _ranks(shape, config, {"q_proj", "k_proj", "v_proj", "o_proj"}, shape.attention_layers)
+    products = 0.0
+    if config.train.recompute == "selective":
+        outs = shape.q_size * (1 + shape.query_gate) + 2 * shape.kv_size + shape.hidden
+        # FlexAttention, an option for packs, is recomputed.
+        is_kept = not (config.train.micro_batch_tokens and is_flex(config))
+        products = narrow * outs + (narrow * shape.q_size + 4 * shape.heads) * is_kept
+    found = []
+    layers = ((shape.attention_layers - shape.windowed, padded), (shape.windowed, padded or has_window(shape, config)))
+    for count, masked in layers:
+        # With a mask keys and values are repeated for every head.
+        size = shape.q_size if masked else shape.kv_size
+        found.append(Part(count, kept + 2 * narrow * size, products, 0.0))
+    if (linear := shape.linear_attention) is not None:
+        found.append(_linear_attention_part(shape, config, linear))
+    return [one for one in found if one.layers]
+
+
+def has_window(shape: Shape, config: Config) -> bool:
+    """Whether rows are longer than the window of some layers, so that these have a mask without padding, too."""
+    is_packed = config.train.micro_batch_tokens is not None
+    return shape.windowed > 0 and row_tokens(config) > shape.window and not is_packed
+
+
+def _linear_attention_part(shape: Shape, config: Config, linear: LinearAttention) -> Part:
+    """The gated delta rule as transformers computes it in PyTorch, in float32 and in chunks of 64 tokens."""
+    narrow, names = value_bytes(config), {one.name for one in linear.linears(shape.hidden)}
+    kept = narrow * shape.hidden * bool((names - {"out_proj"}) & set(shape.targeted(config.policy.target_modules)))
+    queries = linear.value_heads * linear.key_dim  # repeated for every head of values
+    kept += DELTA_QUERY * queries + DELTA_VALUE * linear.value_size + DELTA_HEAD * linear.value_heads
+    kept += DELTA_MIXED * narrow * linear.mixed + 8 * queries * linear.value_dim / DELTA_CHUNK
+    kept += _ranks(shape, config, names, linear.layers)
+    products = 0.0
+    if config.train.recompute == "selective":
+        products = narrow * sum(one.outs for one in linear.linears(shape.hidden))
+    return Part(linear.layers, kept, products, DELTA_GRADIENTS * (queries + linear.value_size))
+
+
+def _mlp_part(shape: Shape, config: Config, width: int, layers: int, is_last: bool) -> Part:
+    narrow, liger = value_bytes(config), config.policy.kernels == "liger"
+    targets = set(shape.targeted(config.policy.target_modules))
+    # liger's SwiGLU recomputes silu(gate).
+    kept = narrow * bool({"gate_proj", "up_proj"} & targets) * shape.hidden
+    kept += narrow * ((2 if liger else 3) + ("down_proj" in targets)) * width
+    kept += _ranks(shape, config, {"gate_proj", "up_proj", "down_proj"}, layers)
+    products = 0.0
+    if config.train.recompute == "selective":
+        products = narrow * (2 * width + shape.hidden * (not is_last))
+    return Part(layers, kept, products, 2 * narrow * width)
+
+
+def _experts_part(shape: Shape, config: Config, experts: Experts) -> Part:
+    """Routed experts as kit/weights/experts.py computes them, with the expert that every token takes."""
+    narrow, inner, rank = value_bytes(config), experts.intermediate, _padded_rank(config)
+    # Rows by expert: gate and up, silu(gate), what the routing weights multiply; inputs if they have adapters.
+    row = 3 * inner + shape.hidden + bool(rank) * (shape.hidden + inner) + 2 * rank
+    kept = experts.taken * (narrow * row + ROW_INDEX) + (4 + narrow) * experts.count
+    products = 0.0
+    if config.train.recompute == "selective":
+        products = experts.taken * narrow * (2 * inner + shape.hidden)
+    if experts.shared:
+        one = _mlp_part(shape, config, experts.shared, experts.layers, is_last=False)
+        kept += one.kept + narrow * shape.hidden
+        products += one.products
+    return Part(experts.layers, kept, products, 0.0)
+
+
+def _padded_rank(config: Config) -> int:
+    """Rank of the experts' factors as they are multiplied."""
+    return -(-expert_rank(config) // RANK_ALIGNED) * RANK_ALIGNED
+
+
+def copied_gib(shape: Shape, config: Config) -> float:
+    """GiB of the copy of a layer's factors of experts, in the compute dtype, that its backward pass needs."""
+    return shape.expert_adapter(_padded_rank(config)) * value_bytes(config) / GIB
+
+
+def stack_gib(shape: Shape, config: Config) -> tuple[float, float]:
+    """GiB of all experts of a layer in the compute dtype, with their scales in float32: gate and up, and down."""
+    if shape.experts is None or config.policy.quantization == "none":
+        return 0.0, 0.0
+    each = shape.experts.count * (value_bytes(config) + 8 / NF4_BLOCK) / GIB
+    first, second = (each * math.prod(matrix) for matrix in shape.expert_matrices)
+    return first, second
+
+
+def experts_gib(shape: Shape, config: Config, tokens: int) -> float:
+    """GiB at the peak of the backward pass through a layer's experts, beyond what the layer keeps for it.
+
+    The largest of four moments: rows of outputs on their way to their experts; gradients of gate and up; the products
+    with down and with gate and up, by when part of the activations is released.
+    """
+    if (experts := shape.experts) is None:
+        return 0.0
+    narrow, rows, copied = value_bytes(config), tokens * experts.taken, copied_gib(shape, config)
+    hidden, inner = (narrow * rows * size / GIB for size in (shape.hidden, experts.intermediate))
+    both, down = stack_gib(shape, config)
+    moved = 3 * hidden + 2 * narrow * tokens * shape.hidden / GIB
+    return copied + max(moved, 2 * inner, inner + down, both - 2 * inner)
+
+
+def _mlp_parts(shape: Shape, config: Config) -> list[Part]:
+    found = [_mlp_part(shape, config, shape.intermediate, shape.dense_layers, is_last=True)]
+    if shape.experts is not None:
+        found.append(_experts_part(shape, config, shape.experts))
+    return [one for one in found if one.layers]
+
+
+def _normed_bytes(config: Config) -> int:
+    """Bytes per value of a norm's input: torch's keep it in float32, liger's as it is."""
+    return value_bytes(config) if config.policy.kernels == "liger" else 4
+
+
+def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:
+    """Bytes per token that a decoder layer keeps for its backward pass; the mean of all layers."""
+    parts = _attention_parts(shape, config, padded) + _mlp_parts(shape, config)
+    norms = shape.norms * _normed_bytes(config) * shape.hidden
+    return norms + sum(one.layers * one.kept for one in parts) / shape.layers
 
 
 def backward_bytes(shape: Shape, config: Config, padded: bool) -> float:
     """Bytes per token at the peak of one layer's backward pass with checkpointing.
 
-    Sums the activations that the layer keeps, the gradients of the hidden states and those of the MLP.
+    Sums the activations that the layer keeps, the gradients of the hidden states and those of the MLP; of the layer
+    without experts that takes most.
     """
-    narrow = value_bytes(config)
-    kept = layer_bytes(shape, config, padded) + 3 * narrow * shape.hidden + 2 * narrow * shape.intermediate
-    # What the first pass kept is counted with the checkpoints.
-    return kept - (checkpoint_bytes(shape, config) - narrow * shape.hidden)
+    (mlp,) = [one for one in _mlp_parts(shape, config) if one.gradients]
+    above = _above_mlp_bytes(shape, config, padded) + 3 * value_bytes(config) * shape.hidden
+    return above + mlp.kept - mlp.products + mlp.gradients
+
+
+def _above_mlp_bytes(shape: Shape, config: Config, padded: bool) -> float:
+    """Bytes per token of norms and attention while the MLP's backward pass runs, of the layer that takes most.
+
+    What the first pass kept is counted with the checkpoints.
+    """
+    attention = max(one.kept - one.products for one in _attention_parts(shape, config, padded))
+    return shape.norms * _normed_bytes(config) * shape.hidden + attention
+
+
+def backward_gib(shape: Shape, config: Config, card: Card, tokens: int, padded: bool) -> float:
+    """GiB at the peak of one recomputed layer's backward pass, with the weights that it makes."""
+    made, hidden = weight_gib(shape, config, card, tokens), value_bytes(config) * shape.hidden
+    # The MLP's part is released by then.
+    above = _above_mlp_bytes(shape, config, padded) + 3 * hidden
+    moving = max(one.gradients for one in _attention_parts(shape, config, padded))
+    found = [tokens * (above + moving) / GIB + made]
+    if shape.dense_layers:
+        more = quantized.kept_bytes(shape, config, card) + quantized.backward_bytes(shape, config, card)
+        found.append(tokens * (backward_bytes(shape, config, padded) + more) / GIB + made)
+    if shape.experts is not None:
+        part = _experts_part(shape, config, shape.experts)
+        above = tokens * (_above_mlp_bytes(shape, config, padded) + part.kept - part.products) / GIB
+        found.append(above + max(made, experts_gib(shape, config, tokens)))
+    return max(found)
 
 
 def checkpoint_bytes(shape: Shape, config: Config) -> float:
-    """Bytes per token that a recomputed layer keeps until then: its input.
+    """Bytes per token that a recomputed layer keeps until then, the mean of all layers: its input.
 
-    With selective, also the outputs of attention and of the matmuls with the base, except the last matmul.
+    With selective, also the outputs of attention and of the matmuls with the base, except a last one that is not read.
     """
-    narrow = value_bytes(config)
-    if config.train.recompute != "selective":
-        return narrow * shape.hidden
-    products = shape.q_size + 2 * shape.kv_size + shape.hidden + 2 * shape.intermediate
-    # FlexAttention, an option for packs, is recomputed.
-    attention = 0 if config.train.micro_batch_tokens and is_flex(config) else narrow * shape.q_size + 4 * shape.heads
-    return narrow * (shape.hidden + products) + attention
+    parts = _attention_parts(shape, config, padded=False) + _mlp_parts(shape, config)
+    return value_bytes(config) * shape.hidden + sum(one.layers * one.products for one in parts) / shape.layers
+
+
+def expert_rank(config: Config) -> int:
+    """Rank of the adapter on each routed expert; 0: none."""
+    rank = config.policy.expert_rank
+    return config.policy.lora_rank if rank is None else rank
+
+
+def adapter_weights(shape: Shape, config: Config) -> int:
+    """Trained weights: the adapter's on linear layers and on routed experts."""
+    return shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules, expert_rank(config))
+
+
+def sync_bytes(shape: Shape, config: Config) -> int:
+    """Bytes of an adapter's file, which a sync hands to every replica."""
+    return adapter_weights(shape, config) * (2 if config.policy.adapter_dtype == "bfloat16" else 4)
 
 
 def run_again(shape: Shape, config: Config) -> int:
@@ -151,7 +323,7 @@ def resident(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """GiB that a trainer process holds in every phase, without its context."""
     narrow = value_bytes(config)
     elsewhere = shape.vocabulary * shape.hidden if config.policy.embeddings == "host" and not card.is_cpu else 0
-    trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
+    trained = adapter_weights(shape, config)
     stored = 2 if config.policy.adapter_dtype == "bfloat16" else 4
     return {
         STORED[config.policy.quantization]: shape.linear_weights * stored_bytes(config) / GIB,
@@ -220,12 +392,13 @@ def update_parts(
     tokens, scored = micro_batch(config)
     packed = train.micro_batch_tokens is not None
     padded = padded and not packed
-    more = quantized.kept_bytes(shape, config, card)
-    kept, hidden = layer_bytes(shape, config, padded) + more, shape.hidden
-    trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
+    kept, hidden = layer_bytes(shape, config, padded) + quantized.kept_bytes(shape, config, card), shape.hidden
+    trained = adapter_weights(shape, config)
     gradient = trained * (2 if config.policy.adapter_dtype == "bfloat16" else 4) / GIB
     found = resident(shape, config, card) | {"gradients": gradient * (2 if processes > 1 else 1)}
-    mask = train.per_device_train_batch_size * length**2 * (1 + narrow) / GIB if padded else 0.0
+    kinds = padded * (shape.attention_layers > shape.windowed)
+    kinds += shape.windowed > 0 and (padded or has_window(shape, config))
+    mask = kinds * train.per_device_train_batch_size * length**2 * (1 + narrow) / GIB
     if packed and card.is_cpu:  # on a GPU blocks of 128 x 128 tokens are one entry
         mask = tokens**2 * (1 + narrow) / GIB
     again = run_again(shape, config)
@@ -234,15 +407,19 @@ def update_parts(
         found["checkpoints"] = tokens * again * checkpoint_bytes(shape, config) / GIB
         if train.recompute_offload and not card.is_cpu:  # one is in transit, one in use
             found["checkpoints"] -= tokens * max(0, again - 2) * narrow * hidden / GIB
-        layers = tokens * backward_bytes(shape, config, padded) / GIB
+        layers = backward_gib(shape, config, card, tokens, padded)
     else:
-        layers, more = tokens * max(10 * narrow * hidden, 2 * narrow * shape.intermediate) / GIB, 0.0
-    layers += tokens * (more + quantized.backward_bytes(shape, config, card)) / GIB
+        moving = max(10 * narrow * hidden, *(one.gradients for one in _mlp_parts(shape, config)))
+        layers = tokens * (moving + quantized.backward_bytes(shape, config, card)) / GIB
+        layers = max(layers + weight_gib(shape, config, card, tokens), experts_gib(shape, config, tokens))
     if whole:
         found["activations"] = tokens * whole * kept / GIB
-        if padded:
-            found["activations"] += (whole - (again == 0)) * mask * narrow / (1 + narrow)
-    layers += weight_gib(shape, config, card, tokens)
+        if shape.experts is not None:
+            found["activations"] += whole * shape.experts.layers / shape.layers * copied_gib(shape, config)
+        if mask and not packed:  # each layer's own in 16 bits; the mean of full and windowed ones
+            masked = (shape.attention_layers if padded else shape.windowed) / shape.layers
+            each = mask / kinds * narrow / (1 + narrow)
+            found["activations"] += (whole * masked - (again == 0)) * each
     head = (tokens + scored) * (4 + narrow) * hidden / GIB + _tiles(shape, config, scored, narrow, card)
     last = "divergence, teacher's states" if config.distill.is_given else "log-prob head"
     name = "one layer's backward pass" if layers > head else last
@@ -263,22 +440,27 @@ def scoring_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """GiB allocated at the peak of a pass without gradients, the reference's, by part."""
     narrow = value_bytes(config)
     tokens, scored = micro_batch(config)
-    layer = _forward_gib(shape, tokens, narrow) + weight_gib(shape, config, card, tokens)
+    layer = _forward_gib(shape, tokens, narrow)
+    layer += max(weight_gib(shape, config, card, tokens), *stack_gib(shape, config))
     head = tokens * 2 * narrow * shape.hidden / GIB + tile_gib(shape, scored, narrow, card)
     name = "one layer's forward pass" if layer > head else "log-prob head"
     return resident(shape, config, card) | {name: max(layer, head), "workspace": workspace_gib(card)}
 
 
 def _forward_gib(shape: Shape, tokens: int, narrow: int) -> float:
-    """GiB of one layer's forward pass without gradients."""
-    return tokens * (4 * narrow * (shape.intermediate + shape.hidden)) / GIB
+    """GiB of one layer's forward pass without gradients, of the layer that takes most."""
+    width = 4 * (shape.intermediate + shape.hidden)
+    if (experts := shape.experts) is not None:
+        rows = experts.taken * (2 * shape.hidden + 3 * experts.intermediate)
+        width = max(width * (shape.dense_layers > 0), rows + 4 * (experts.shared + shape.hidden))
+    return tokens * narrow * width / GIB
 
 
 def teaching_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """GiB allocated at the peak of the teacher's pass, which runs without quantizers, by part."""
     narrow = value_bytes(config)
     (tokens, scored), model = micro_batch(config), teacher.shape_of(shape, config)
-    layer = _forward_gib(model, tokens, narrow) + dequantized_gib(model, narrow)
+    layer = _forward_gib(model, tokens, narrow) + max(dequantized_gib(model, narrow), *stack_gib(model, config))
     found = {"one layer's forward pass": layer, "teacher's states": teacher.states_gib(shape, config, scored)}
     return resident(shape, config, card) | found | {"workspace": workspace_gib(card)}
 
@@ -290,11 +472,6 @@ def calibration_parts(shape: Shape, config: Config, card: Card) -> dict[str, flo
     layer = _forward_gib(shape, tokens, narrow) + dequantized_gib(shape, narrow)
     looked_at = 2 * narrow * tokens * shape.intermediate / GIB  # the real tokens' inputs, and their magnitudes
     return resident(shape, config, card) | {"one layer's forward pass": layer + looked_at}
-
-
-def kv_token_bytes(shape: Shape, width: int) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return 2 * shape.layers * shape.kv_size * width
 
 
 def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
@@ -309,10 +486,10 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
         logits = rollout.canary_prompts * length * shape.vocabulary * narrow
         return found | {"canary": (logits + bool(logits) * length * shape.vocabulary * 8) / GIB}
     sequences = process_completions(config)
-    token = kv_token_bytes(shape, narrow)
     prompts = sequences * rollout.max_prompt_length
-    prefill = prompts * (token + 4 * narrow * (shape.intermediate + shape.hidden)) / GIB
-    cache = sequences * row_tokens(config) * token / GIB
+    prefill = sequences * shape.cached_bytes(rollout.max_prompt_length, narrow) / GIB
+    prefill += _forward_gib(shape, prompts, narrow)
+    cache = sequences * shape.cached_bytes(row_tokens(config), narrow) / GIB
     # Growing by one token copies a layer's cache.
     decode = cache * (1 + 1 / shape.layers) + sequences * shape.vocabulary * 4 * value("sampling_copies") / GIB
     kept = kept_gib(shape, config, card, allocated(found) + decode)
@@ -320,6 +497,8 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
         found[KEPT] = kept
     elif config.policy.quant_cfg:
         found["weight"] = weight_gib(shape, config, card, 0)
+    elif shape.experts is not None:
+        found["weight"] = max(stack_gib(shape, config))
     if prefill > decode:
         return found | {"prompts' forward pass": prefill}
     return found | {"KV cache": cache, "sampling": decode - cache}
@@ -400,6 +579,8 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
         "weights": shape.linear_weights * linear / share / GIB,
         "16-bit layers": shape.other_weights * width / share / GIB,
     }
+    if shape.vision:
+        found["vision weights"] = 2 * shape.vision / share / GIB
     if rollout.sync == "adapter":
         rank = min((rank for rank in SERVED_RANKS if rank >= config.policy.lora_rank), default=SERVED_RANKS[-1])
         # Two slots; the replica's halves of the factors are sharded like the layers, the other halves are not.
@@ -410,11 +591,15 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
             found["copy of the base"] = copied
         elif not card.is_cpu:
             found["layers fetched"] = copied * value("fetched_share_sleep" if server.sleep else "fetched_share")
-        outs = max((1 + shape.gated) * shape.intermediate, shape.q_size + 2 * shape.kv_size)
-        fused = shape.hidden * outs
+        outs = max((1 + shape.gated) * shape.mlp_width, shape.q_size + 2 * shape.kv_size)
+        experts = shape.experts.count * math.prod(shape.expert_matrices[0]) if shape.experts else 0
+        fused = max(shape.hidden * outs, experts)
         found["folding a layer"] = fused * value("fold_bytes") / share / GIB + _format_gib(config, card, fused / share)
     tokens = batched_tokens(config, card)
-    activations = tokens * (3 * shape.intermediate / share + 5 * shape.hidden) * width
+    wide = 3 * shape.mlp_width
+    if shape.experts is not None:  # rows by expert: gate and up, their product, outputs
+        wide += shape.experts.taken * (3 * shape.experts.intermediate + shape.hidden)
+    activations = tokens * (wide / share + 5 * shape.hidden) * width
     sampler = server.max_num_seqs * shape.vocabulary * 4 * value("sampler_copies")
     found["activations"] = max(activations, sampler) / GIB
     if not server.enforce_eager and not card.is_cpu:
@@ -459,7 +644,7 @@ def kv_width(config: Config) -> int:
 
 def sequence_gib(shape: Shape, config: Config) -> float:
     """GiB of KV cache for one sequence of full length on one GPU of a replica."""
-    return row_tokens(config) * kv_token_bytes(shape, kv_width(config)) / config.server.tensor_parallel / GIB
+    return shape.cached_bytes(row_tokens(config), kv_width(config)) / config.server.tensor_parallel / GIB
 
 
 def full_cache_gib(shape: Shape, config: Config) -> float:
@@ -497,7 +682,7 @@ def full_precision(shape: Shape, config: Config, card: Card) -> dict[str, float]
     trained (BF16 weights and gradients, float32 masters and Adam moments, a frozen reference), or a LoRA on a BF16
     base; both include the BF16 weights of rollout server and teacher.
     """
-    trained = shape.adapter_weights(config.policy.lora_rank, config.policy.target_modules)
+    trained = adapter_weights(shape, config)
     parts = update_parts(shape, config, card)
     moving = sum(gib for name, gib in parts.items() if name not in (*RESIDENT, "gradients"))
     has_server = config.rollout.backend == "server"

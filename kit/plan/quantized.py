@@ -17,8 +17,8 @@ from kit.core.config.schema import TRAIN, Config
 from kit.core.errors import BadInput
 from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat, check_shapes, others_than_vllms
+from kit.plan.decoder import Shape
 from kit.plan.gpus import Card
-from kit.plan.shapes import Shape
 
 GIB = 2**30
 # Peak bytes per value while PyTorch makes a weight, and an input, of this kind.
@@ -52,11 +52,11 @@ def multiplies_fp8(config: Config, card: Card) -> bool:
 
 def faults(shape: Shape, config: Config, card: Card) -> list[str]:
     """Why this shape, or a server on this card, cannot compute in `policy.quant_cfg`."""
-    if (fmt := format_of(config)) is None:
+    if (fmt := format_of(config)) is None or shape.experts is not None:  # refused by expert_rules
         return []
     found = format_rules.faults(config)
     try:
-        check_shapes(fmt, {name: (outs, ins) for name, (ins, outs) in shape.linears.items()})
+        check_shapes(fmt, {one.name: (one.outs, one.ins) for one in shape.linears})
     except BadInput as error:
         found.append(str(error))
     if config.rollout.backend == "server" and fmt.by_vllm and card.bf16_tflops and card.fp8_tflops is None:

@@ -12,8 +12,9 @@ from kit.core.config.schema import Config
 from kit.core.config.shared_gpu import replicas_beside_trainer
 from kit.core.errors import BadInput
 from kit.plan import cost, memory
+from kit.plan.decoder import Shape
 from kit.plan.gpus import CARDS, Card, parse_gpus
-from kit.plan.shapes import Shape, config_shape
+from kit.plan.shapes import config_shape
 from kit.plan.sizes import Facts, process_completions, with_keys
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)

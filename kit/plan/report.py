@@ -49,8 +49,11 @@ def title(layout: Layout) -> str:
     server = f", {layout.replicas} server{'s' * (layout.replicas > 1)}" if layout.replicas else ", rollouts in process"
     length = f"{config.rollout.max_prompt_length} + {config.rollout.max_completion_length} tokens"
     chosen = f"; {describe_recompute(config)} (auto)" if layout.chose else ""
+    weights = f"{shape.parameters / 1e9:.2f} B weights"
+    if shape.experts is not None:
+        weights += f", {shape.active_parameters / 1e9:.2f} B active"
     return (
-        f"{shape.name} ({shape.parameters / 1e9:.2f} B weights) on {cards}: {trainer}{server}; "
+        f"{shape.name} ({weights}) on {cards}: {trainer}{server}; "
         f"{layout.completions} completions a step, {length}{chosen}"
     )
 
@@ -277,7 +280,8 @@ def as_json(layout: Layout) -> dict[str, Any]:
     rows, changes = time_rows(layout), fitting.changes(layout)
     now = fitting.step_time(layout) if rows else None
     return {
-        "model": dataclasses.asdict(layout.shape) | {"parameters": layout.shape.parameters},
+        "model": dataclasses.asdict(layout.shape)
+        | {"parameters": layout.shape.parameters, "active_parameters": layout.shape.active_parameters},
         "card": dataclasses.asdict(layout.card),
         "count": layout.count,
         "trainer_processes": layout.processes,

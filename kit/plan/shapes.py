@@ -4,92 +4,31 @@ import difflib
 import json
 import math
 import re
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.formats import find_experts
+from kit.plan.decoder import Experts, LinearAttention, Shape
 from kit.plan.sizes import Facts
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Dimensions of a dense decoder. Activations are counted as those of a gated MLP.
-
-    `positions` is its longest context in tokens. `qk_norm`: query and key are normalized per head (Qwen3); `qkv_bias`:
-    they have biases (Qwen2.5); `gated`: the MLP has a gate.
-    """
-
-    name: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
-    positions: int
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    gated: bool = True
-
-    @property
-    def q_size(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of one layer's linear layers, by their last name."""
-        h, f, q, kv = self.hidden, self.intermediate, self.q_size, self.kv_size
-        attention = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
-        return attention | ({"gate_proj": (h, f)} if self.gated else {}) | {"up_proj": (h, f), "down_proj": (f, h)}
-
-    @property
-    def linear_weights(self) -> int:
-        """Weights of all linear layers except the output layer: stored as NF4, and as FP8 on a server."""
-        return self.layers * sum(ins * outs for ins, outs in self.linears.values())
-
-    @property
-    def other_weights(self) -> int:
-        """Embedding, output layer, norms and biases: they stay in 16 bits everywhere."""
-        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        biases = self.q_size + 2 * self.kv_size if self.qkv_bias else 0
-        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden + self.layers * (norms + biases)
-
-    @property
-    def parameters(self) -> int:
-        return self.linear_weights + self.other_weights
-
-    @property
-    def largest_linear(self) -> int:
-        return max(ins * outs for ins, outs in self.linears.values())
-
-    def adapter_weights(self, rank: int, targets: str | list[str]) -> int:
-        """Weights of a LoRA on `targets` (all-linear, or last names of linear layers)."""
-        chosen = self.targeted(targets)
-        return self.layers * sum(rank * sum(self.linears[name]) for name in chosen)
-
-    def targeted(self, targets: str | list[str]) -> list[str]:
-        """The linear layers of a decoder layer that get an adapter; raises `BadInput` if a name matches none."""
-        if isinstance(targets, str):
-            return list(self.linears)
-        names = [name.rpartition(".")[2] for name in targets]
-        if unknown := sorted(set(names) - set(self.linears)):
-            raise BadInput(
-                f"policy.target_modules names {unknown[0]!r}; linear layers here are {', '.join(self.linears)}."
-            )
-        return [name for name in self.linears if name in names]
-
 
 # Model types of transformers whose MLP is two linear layers without a gate.
 UNGATED = ("apertus", "arcee", "biogpt", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi", "starcoder2")
+FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")  # before and after attention and MLP
+QKV_BIAS = ("qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
+# Mixtures of experts whose configurations say in the same keys which layers have how many experts of which size.
+EXPERTS_KNOWN = (
+    *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_vl_moe_text"),
+    *("mixtral", "olmoe", "flex_olmo", "glm4_moe"),
+)
+REFUSED = {
+    "gpt_oss": "its experts have biases, and weights stored as (in, out) with gate and up interleaved",
+}
+GATED_VISION = ("pixtral", "qwen2_5_vl")
+LAYER_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 LONGEST = 131072  # if a config.json names no limit
 # From the config.json of each model on the hub: what a family has in common, and of each size
 # hidden, intermediate, layers, heads, kv_heads, tied
@@ -97,6 +36,8 @@ _FAMILIES: dict[str, Facts] = {
     "qwen3": {"head_dim": 128, "vocabulary": 151936, "positions": 40960, "qk_norm": True},
     "qwen2.5": {"vocabulary": 152064, "positions": 32768, "qkv_bias": True},
     "llama3": {"vocabulary": 128256, "positions": 131072},
+    "gemma3": {"vocabulary": 262208, "positions": 131072, "qk_norm": True, "norms": 4, "window": 1024},
+    "qwen3.5": {"head_dim": 256, "vocabulary": 248320, "positions": 262144, "qk_norm": True, "query_gate": True},
 }
 _SIZES = {
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, True),
@@ -105,6 +46,7 @@ _SIZES = {
     "qwen3-8b": (4096, 12288, 36, 32, 8, False),
     "qwen3-14b": (5120, 17408, 40, 40, 8, False),
     "qwen3-32b": (5120, 25600, 64, 64, 8, False),
+    "qwen3-30b-a3b": (2048, 6144, 48, 32, 4, False),
     "qwen2.5-0.5b": (896, 4864, 24, 14, 2, True),
     "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, True),
     "qwen2.5-3b": (2048, 11008, 36, 16, 2, True),
@@ -116,25 +58,70 @@ _SIZES = {
     "llama3-3b": (3072, 8192, 28, 24, 8, True),
     "llama3-8b": (4096, 14336, 32, 32, 8, False),
     "llama3-70b": (8192, 28672, 80, 64, 8, False),
+    "gemma3-12b": (3840, 15360, 48, 16, 8, True),
+    "gemma3-27b": (5376, 21504, 62, 32, 16, True),
+    "qwen3.5-9b": (4096, 12288, 32, 16, 4, False),
+    "qwen3.5-27b": (5120, 17408, 64, 24, 4, False),
 }
+# Not on the hub's cache here: sizes of Qwen3-30B-A3B are those of bench/experts_step.py; of Qwen3.5-9B the defaults of
+# transformers 5.17's class; of Gemma 3 and Qwen3.5-27B those of their published tables, which give the published
+# number of weights (tests/unit/test_plan_experts.py). Contexts are the published ones.
+_SIGLIP = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "patch_size": 14}
+_SIGLIP |= {"image_size": 896, "model_type": "siglip_vision_model"}
+_QWEN_VISION = {"hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "patch_size": 16, "spatial_merge_size": 2}
+_QWEN_VISION |= {"temporal_patch_size": 2, "num_position_embeddings": 2304, "model_type": "qwen3_5_vision"}
+_PARTS: dict[str, Facts] = {
+    "qwen3-30b-a3b": {"experts": Experts(128, 8, 768, layers=48)},
+    "gemma3-12b": {"head_dim": 256, "windowed": 40},  # five of six layers
+    "gemma3-27b": {"head_dim": 128, "windowed": 52},
+    "qwen3.5-9b": {"linear_attention": LinearAttention(24, 16, 32, 128, 128, 4)},
+    "qwen3.5-27b": {"linear_attention": LinearAttention(48, 16, 48, 128, 128, 4)},
+}
+
+
+def vision_weights(facts: Facts, hidden: int) -> int:
+    """Weights of a vision transformer and its projection to `hidden` values, from its `vision_config`.
+
+    Norms and the projection's own layout are left out: within 5 % of what transformers builds.
+    """
+    h, inner = facts.get("hidden_size"), facts.get("intermediate_size")
+    layers = facts.get("num_hidden_layers") or facts.get("depth")
+    if not (h and inner and layers):
+        return 0
+    kind = facts.get("model_type", "")
+    merged = facts.get("spatial_merge_size") or 1
+    patch = facts.get("patch_size") or 14
+    found = layers * (4 * h * h + (2 + kind.startswith(GATED_VISION)) * h * inner)
+    found += 3 * patch**2 * (facts.get("temporal_patch_size") or 1) * h
+    positions = facts.get("num_position_embeddings") or 0
+    if kind.startswith("siglip"):
+        positions = (facts["image_size"] // patch) ** 2
+    wide, hidden = h * merged**2, facts.get("out_hidden_size") or hidden
+    projections = 1 + len(facts.get("deepstack_visual_indexes") or ())
+    return found + positions * h + projections * ((wide * wide if merged > 1 else 0) + wide * hidden)
 
 
 def _known(name: str) -> Shape:
     hidden, intermediate, layers, heads, kv_heads, tied = _SIZES[name]
     family = name.partition("-")[0]
-    common: dict[str, Any] = {"head_dim": hidden // heads} | _FAMILIES[family]
+    common: dict[str, Any] = {"head_dim": hidden // heads} | _FAMILIES[family] | _PARTS.get(name, {})
     if family == "qwen2.5" and tied:
         common["vocabulary"] = 151936
+    if vision := {"gemma3": _SIGLIP, "qwen3.5": _QWEN_VISION}.get(family):
+        common["vision"] = vision_weights(vision, hidden)
     return Shape(name, hidden, intermediate, layers, heads, kv_heads, tied=tied, **common)
 
 
 KNOWN = {name: _known(name) for name in _SIZES}
 _HUB = (
     (re.compile(r"Qwen/Qwen3-([\d.]+)B(-Base)?"), "qwen3-{}b"),
+    (re.compile(r"Qwen/Qwen3-(30)B-A3B(-Base)?"), "qwen3-{}b-a3b"),
+    (re.compile(r"Qwen/Qwen3\.5-([\d.]+)B(-Base)?"), "qwen3.5-{}b"),
     (re.compile(r"Qwen/Qwen2\.5-([\d.]+)B(-Instruct)?"), "qwen2.5-{}b"),
     (re.compile(r"meta-llama/(?:Meta-)?Llama-3\.[12]-(\d+)B(-Instruct)?"), "llama3-{}b"),
+    (re.compile(r"google/gemma-3-(\d+)b-(?:it|pt)()"), "gemma3-{}b"),
 )
-_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 def shape_by_size(text: str) -> Shape:
@@ -200,41 +187,114 @@ def _from_file(file: Path, source: str) -> Shape:
         raise BadInput(f"{file} is not JSON: {error}") from None
     if not isinstance(facts, dict):
         raise BadInput(f"{file} must hold a model's configuration; it holds {facts!r:.60}.")
-    if all(key in facts for key in _NEEDED) and "tie_word_embeddings" not in facts:
-        # A missing key means the default of the model's class, which only transformers knows.
-        from transformers import AutoConfig
+    return shape_from_facts(_completed(facts, file), source)
 
-        facts["tie_word_embeddings"] = AutoConfig.from_pretrained(file.parent).tie_word_embeddings
-    return shape_from_facts(facts, source)
+
+def _completed(facts: Facts, file: Path) -> Facts:
+    """The content of a config.json with the defaults of the model's class, which only transformers knows, where the
+    shape depends on keys that a file may leave out."""
+    is_plain = not (facts.get("text_config") or find_experts(facts)) and "layer_types" not in facts
+    is_plain = is_plain and not any(facts.get(key) for key in ("sliding_window", "full_attention_interval"))
+    if is_plain and (not all(key in facts for key in _NEEDED) or "tie_word_embeddings" in facts):
+        return facts
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(file.parent).to_dict()
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise BadInput(f"transformers cannot read {file}: {str(error).splitlines()[0]}") from None
 
 
 def shape_from_facts(facts: Facts, source: str) -> Shape:
-    """The shape that a config.json describes; raises a `BadInput` that says why a model is not covered."""
+    """The shape that a config.json describes; raises a `BadInput` that says why a model is not covered.
+
+    A wrapped configuration (`text_config`) gives the shape of its language model, with the weights of its
+    `vision_config`.
+    """
+    whole, facts = facts, facts.get("text_config") or facts
     kind = facts.get("model_type", "unknown")
-    if experts := find_experts(facts):
-        raise BadInput(
-            f"{source} ({kind}) is a mixture of experts ({experts}), which plan and remerge do not cover: only some "
-            "of its weights work on a token. Take a dense model."
-        )
-    if missing := [key for key in _NEEDED if not isinstance(facts.get(key), int)]:
-        nested = ", its text part is nested (text_config)" if "text_config" in facts else ""
-        raise BadInput(
-            f"{source} ({kind}) has no {missing[0]} in its config.json{nested}. The plan covers dense decoders of "
-            "attention and MLP: Qwen, Llama and the like."
-        )
-    heads = facts["num_attention_heads"]
+    if why := _not_covered(facts):
+        raise BadInput(f"{source} ({kind}) is not covered by the plan: {why}.")
+    heads, layers, kinds = facts["num_attention_heads"], facts["num_hidden_layers"], _layer_kinds(facts)
+    tied = whole.get("tie_word_embeddings", facts.get("tie_word_embeddings"))
     return Shape(
         name=source,
         hidden=facts["hidden_size"],
-        intermediate=facts["intermediate_size"],
-        layers=facts["num_hidden_layers"],
+        intermediate=facts.get("intermediate_size") or 0,
+        layers=layers,
         heads=heads,
         kv_heads=facts.get("num_key_value_heads") or heads,
         head_dim=facts.get("head_dim") or math.ceil(facts["hidden_size"] / heads),
         vocabulary=facts["vocab_size"],
-        tied=bool(facts.get("tie_word_embeddings")),
+        tied=bool(tied),
         positions=facts.get("max_position_embeddings") or LONGEST,
-        qk_norm=kind.startswith("qwen3"),
-        qkv_bias=kind == "qwen2" or bool(facts.get("attention_bias")),
+        qk_norm=kind.startswith(("qwen3", "gemma3")) or bool(facts.get("use_qk_norm")),
+        qkv_bias=kind in QKV_BIAS or bool(facts.get("attention_bias")),
         gated=kind not in UNGATED,
+        query_gate=kind.startswith(("qwen3_5", "qwen3_next")),
+        norms=4 if kind in FOUR_NORMS else 2,
+        window=facts.get("sliding_window") or 0,
+        windowed=kinds["sliding_attention"],
+        experts=_experts(facts) if find_experts(facts) else None,
+        linear_attention=_linear_attention(facts, kinds["linear_attention"]),
+        vision=vision_weights(whole.get("vision_config") or {}, facts["hidden_size"]),
+    )
+
+
+def _not_covered(facts: Facts) -> str | None:
+    """Why the plan does not cover a model; None if it does."""
+    kind, experts = facts.get("model_type", "unknown"), find_experts(facts)
+    if missing := [key for key in _NEEDED if not isinstance(facts.get(key), int)]:
+        return f"its config.json has no {missing[0]}, so it is no decoder of attention and MLP like Qwen or Llama"
+    if not experts and not isinstance(facts.get("intermediate_size"), int):
+        return "its config.json has no intermediate_size, the width of its MLP"
+    if kind in REFUSED:
+        return REFUSED[kind]
+    if facts.get("kv_lora_rank"):
+        return f"its attention keeps a latent of keys and values (kv_lora_rank {facts['kv_lora_rank']})"
+    if experts and kind not in EXPERTS_KNOWN:
+        known = ", ".join(EXPERTS_KNOWN)
+        return f"it is a mixture of experts ({experts}), and which layers have experts is known for {known} only"
+    if unknown := sorted(set(_layer_kinds(facts)) - set(LAYER_KINDS)):
+        return f"its layer_types have {unknown[0]}; known are {', '.join(LAYER_KINDS)}"
+    if _layer_kinds(facts)["linear_attention"] and not facts.get("linear_num_value_heads"):
+        return "its linear attention is not the gated delta rule (linear_num_value_heads) of Qwen3.5 and Qwen3-Next"
+    return None
+
+
+def _layer_kinds(facts: Facts) -> Counter[str]:
+    """Layers by kind of attention; `layer_types`, or all windowed if the model has a window, or all full."""
+    has_window = bool(facts.get("sliding_window")) and facts.get("use_sliding_window") is not False
+    if kinds := facts.get("layer_types"):
+        found = Counter(kinds)
+        if not has_window:
+            found["full_attention"] += found.pop("sliding_attention", 0)
+        return found
+    return Counter({"sliding_attention" if has_window else "full_attention": facts["num_hidden_layers"]})
+
+
+def _experts(facts: Facts) -> Experts:
+    """The routed experts of a model of `EXPERTS_KNOWN`."""
+    layers, width = facts["num_hidden_layers"], facts.get("moe_intermediate_size") or facts["intermediate_size"]
+    step, dense = facts.get("decoder_sparse_step") or 1, facts.get("mlp_only_layers") or []
+    first = facts.get("first_k_dense_replace") or 0
+    sparse = [n for n in range(first, layers) if n not in dense and (n + 1) % step == 0]
+    counts = (facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    shared = facts.get("shared_expert_intermediate_size") or (facts.get("n_shared_experts") or 0) * width
+    gated = bool(facts.get("shared_expert_intermediate_size"))
+    count = next(int(one) for one in counts if one)
+    return Experts(count, facts["num_experts_per_tok"], width, len(sparse), shared, gated)
+
+
+def _linear_attention(facts: Facts, layers: int) -> LinearAttention | None:
+    if not layers:
+        return None
+    return LinearAttention(
+        layers,
+        key_heads=facts["linear_num_key_heads"],
+        value_heads=facts["linear_num_value_heads"],
+        key_dim=facts["linear_key_head_dim"],
+        value_dim=facts["linear_value_head_dim"],
+        kernel=facts["linear_conv_kernel_dim"],
+        fused=facts["model_type"] == "qwen3_next",
     )

@@ -13,8 +13,9 @@ from kit.core.config.distill_rules import is_own_model
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.plan.coefficients import value
+from kit.plan.decoder import Shape
 from kit.plan.gpus import Card
-from kit.plan.shapes import Shape, find_shape
+from kit.plan.shapes import find_shape
 from kit.plan.sizes import value_bytes
 
 GIB = 2**30

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.core.chat import check_template, model_stop_tokens, question_messages
+from kit.core.config import expert_rules
 from kit.core.config.schema import Config, PolicyConfig
 from kit.core.config.sharding_rules import announced
 from kit.core.errors import BadInput, CheckFailed
@@ -79,22 +80,14 @@ def check_experts(config: Config, facts: "PreTrainedConfig") -> None:
         )
     if not matrices:
         return
-    policy, why = config.policy, []
+    policy, why = config.policy, expert_rules.faults(config)
     parameters = dict(blank.named_parameters(remove_duplicate=False))
     if buffers := [name for name in blank.state_dict() if name not in parameters]:
         why.append(
             f"its checkpoint has {buffers[0]}, which is no parameter, and merge would lose it. Take another model"
         )
-    if policy.quant_cfg is not None:
-        why.append("policy.quant_cfg does not reach experts. Leave it out")
-    if policy.compute == "fp8":
-        why.append("policy.compute fp8 does not reach experts. Use fused or plain")
-    if policy.lora_dropout and policy.expert_rank != 0:
-        why.append(f"policy.lora_dropout ({policy.lora_dropout}) cannot be applied to experts. Set it to 0")
     if kind := announced():
         why.append(f"{kind} would split its experts, which was not tested. Use one process, or DDP")
-    if config.rollout.backend == "server" and config.rollout.sync == "adapter" and policy.expert_rank != 0:
-        why.append("a server cannot serve an adapter on experts unmerged. Set rollout.sync to remerge")
     place = next((one for one in matrices.values() if one.rows * one.columns % BLOCK_SIZE), None)
     if policy.quantization == "nf4" and place is not None:
         why.append(

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kit.core.config.load import config_from_dict
+from kit.plan.decoder import Shape
 from kit.plan.gpus import CARDS
 from kit.plan.memory import backward_bytes, layer_bytes, update_parts
-from kit.plan.shapes import Shape
 from kit.policy.recompute import use_recompute
 
 SEQUENCES, TOKENS = 2, 256

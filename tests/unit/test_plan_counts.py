@@ -6,10 +6,11 @@ import pytest
 
 from kit.plan import cost, memory, quantized, recompute
 from kit.plan.coefficients import value
+from kit.plan.decoder import Shape
 from kit.plan.fitting import lay_out
 from kit.plan.gpus import CARDS, Card
 from kit.plan.replica import replica_gib
-from kit.plan.shapes import Shape, shape_by_size, shape_from_facts
+from kit.plan.shapes import shape_by_size, shape_from_facts
 from kit.plan.sizes import with_keys
 from kit.plan.splitting import splits
 from launch.vllm_command import SERVED_RANKS
@@ -253,7 +254,7 @@ def test_a_step_is_shared_by_the_trainers_and_the_replicas(iterations):
     found = cost.step_time(EIGHT, made, H200, 130, trainers=4, replicas=2, cache_gib=40.0)
     assert found.rollout == cost.served_seconds(EIGHT, made, H200, 65, 40.0) / iterations
     assert found.update == cost.update_seconds(EIGHT, made, H200, 33)  # of the process that has the most
-    assert found.other == pytest.approx((value("sync_s") + value("sleep_s")) / iterations)
+    assert found.other == pytest.approx((cost.sync_seconds(EIGHT, made, H200) + value("sleep_s")) / iterations)
     assert found.low < found.step < found.high
 
 
