@@ -100,6 +100,7 @@ def random_nf4(config: Any, branches: float = 1.0) -> Any:
     from transformers.quantizers import AutoHfQuantizer
 
     from kit.policy.host_embedding import keep_embedding_on_host
+    from kit.weights.attention import attention_of
     from kit.weights.experts import experts_of, frozen_experts
     from kit.weights.frozen_base import disable_cpu_repacking, unquantized_config
     from kit.weights.layout import PARTS
@@ -113,7 +114,8 @@ def random_nf4(config: Any, branches: float = 1.0) -> Any:
         bnb_4bit_compute_dtype=dtype,
     )
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
-    facts, attention = unquantized_config(config.model.source), config.model.attn_implementation
+    facts = unquantized_config(config.model.source)
+    attention = attention_of(facts, config.model.attn_implementation)
     with torch.device("meta"), frozen_experts(without_weights(facts)):
         model = AutoModelForCausalLM.from_config(facts, dtype=dtype, attn_implementation=attention)
     quantizer.preprocess_model(model=model, device_map={"": device}, dtype=dtype)

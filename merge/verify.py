@@ -23,6 +23,7 @@ from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, check_adapter_file, read_manifest
 from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
+from kit.weights.attention import attention_of
 from kit.weights.checkpoint import find_checkpoint
 from kit.weights.experts import FrozenExperts
 from kit.weights.fp8 import Fp8Linear
@@ -83,7 +84,7 @@ def load_for_scoring(
     dtype = dtype or scoring_dtype(device)
     config = language_config(AutoConfig.from_pretrained(directory))
     method = quantization_of(config).get("quant_method")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"attn_implementation": attention_of(config)}
     if method == "compressed-tensors":
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     # compressed-tensors compiles its rounding to FP4, which takes longer than everything computed here.

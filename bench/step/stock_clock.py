@@ -23,6 +23,8 @@ from kit.core.config.schema import Config
 from kit.core.errors import BadInput, run_command
 from kit.policy.load import load_tokenizer, lora_config
 from kit.train.setup import load_data
+from kit.weights.attention import attention_of
+from kit.weights.model_files import read_config
 from reward import reward_functions
 
 SIDES = ("bf16", "nf4")
@@ -134,13 +136,14 @@ def main() -> None:
     tokenizer = load_tokenizer(config)
     dataset, _ = load_data(config, tokenizer, 1)
     dtype = getattr(torch, config.model.dtype)
+    attention = attention_of(read_config(config.model.source), config.model.attn_implementation)
     arguments = GRPOConfig(
         **fields,
         output_dir=str(config.run.directory),
         reward_weights=weights,
         bf16=dtype is torch.bfloat16,
         use_cpu=options.device == "cpu",
-        model_init_kwargs={"dtype": dtype, "attn_implementation": config.model.attn_implementation},
+        model_init_kwargs={"dtype": dtype, "attn_implementation": attention},
         logging_steps=1,
         logging_nan_inf_filter=False,
         save_strategy="no",

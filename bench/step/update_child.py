@@ -289,10 +289,12 @@ def random_bf16(config: Any, dtype: Any) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from kit.weights.attention import attention_of
+
     facts = AutoConfig.from_pretrained(config.model.source)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(
-            facts, dtype=dtype, attn_implementation=config.model.attn_implementation
+            facts, dtype=dtype, attn_implementation=attention_of(facts, config.model.attn_implementation)
         )
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -24,6 +24,7 @@ from kit.core.run_directory import (
     write_manifest,
 )
 from kit.policy.sharding import quant_storage
+from kit.weights.attention import attention_of
 from kit.weights.frozen_base import carried_hashes, hash_base, load_frozen, unquantized_config
 from kit.weights.layout import expert_matrices, expert_modules, unquantized_names
 from kit.weights.model_files import buffer_names, check_complete, check_names, without_weights
@@ -114,9 +115,10 @@ def adapted_layers(config: Config, facts: "PreTrainedConfig") -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    attention = attention_of(facts, config.model.attn_implementation)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(facts, attn_implementation=config.model.attn_implementation)
+            model = AutoModelForCausalLM.from_config(facts, attn_implementation=attention)
     except (ImportError, ValueError) as error:
         raise BadInput(f"{config.model.source} cannot be built: {str(error).splitlines()[0]}") from None
     return adapted_linears(config.policy.target_modules, model) + adapted_experts(config.policy, model)

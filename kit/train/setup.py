@@ -74,6 +74,8 @@ def say_unchecked(config: Config) -> None:
 def check_model(config: Config, dry_run: bool = False) -> Any:
     """The model's transformers config, after every check that depends on it.
 
+    Resolves `model.attn_implementation: auto` in `config`.
+
     A dry run without a GPU is for another machine, which has its own packages.
     """
     import torch
@@ -84,6 +86,7 @@ def check_model(config: Config, dry_run: bool = False) -> Any:
     from kit.policy.packed.packing import check_packing
 
     model_config = check_base(config)
+    resolve_attention(config, model_config)
     check_context(config, model_config)
     check_packing(config, model_config)
     check_embeddings(config, model_config)
@@ -91,6 +94,20 @@ def check_model(config: Config, dry_run: bool = False) -> Any:
     check_kernels(config, model_config.model_type, installed=not dry_run or torch.cuda.is_available())
     check_shared_card(config, model_config)
     return model_config
+
+
+def resolve_attention(config: Config, model_config: Any) -> None:
+    """Replace `model.attn_implementation: auto` by a kernel; print it unless it is sdpa."""
+    from kit.weights.attention import AUTO, attention_of
+
+    if config.model.attn_implementation != AUTO:
+        return
+    config.model.attn_implementation = attention_of(model_config)
+    if config.model.attn_implementation != "sdpa":
+        say(
+            f"attention {config.model.attn_implementation}: transformers has no sdpa that computes what "
+            f"{model_config.model_type} does, so scores of (heads, tokens, tokens) are held in memory"
+        )
 
 
 def resolve_recompute(config: Config, model_config: Any, processes: int) -> None:

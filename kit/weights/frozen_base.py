@@ -19,6 +19,7 @@ import torch
 from kit.core.checkpoint_files import read_header
 from kit.core.errors import BadInput, CheckFailed
 from kit.weights import fp8
+from kit.weights.attention import AUTO, attention_of
 from kit.weights.base_dropout import clear_dropout_rates, turn_off_dropout
 from kit.weights.checkpoint import find_checkpoint, read_tensor
 from kit.weights.experts import FrozenExperts, experts_of, frozen_experts, read_experts
@@ -122,6 +123,7 @@ def _whole_model(path: str | Path, config: Any, **options: Any) -> torch.nn.Modu
     from transformers import AutoModelForCausalLM
 
     clear_dropout_rates(config)
+    options["attn_implementation"] = attention_of(config, options.get("attn_implementation", AUTO))
     with loading(config) as names:
         model, found = AutoModelForCausalLM.from_pretrained(str(path), output_loading_info=True, **names, **options)
     turn_off_dropout(model)

@@ -74,7 +74,9 @@ class ModelConfig:
     path: str | None = _option(None, "local directory of the base model; overrides id")
     revision: str | None = _option(None, "hub revision (branch, tag or commit)")
     dtype: Literal["bfloat16", "float32"] = _option("bfloat16", "type of activations and of dequantized weights")
-    attn_implementation: str = _option("sdpa", "attention kernel of transformers: eager, sdpa, flash_attention_2, …")
+    attn_implementation: str = _option(
+        "auto", "attention kernel of transformers: eager, sdpa, flash_attention_2, …; auto: sdpa, eager without it"
+    )
 
     @property
     def source(self) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
+from kit.weights.attention import AUTO
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,7 @@ def check_packing(config: Config, model_config: "PreTrainedConfig") -> None:
         fault = f"{model_config.model_type} was not compared with the padded pass; {', '.join(MODELS)} were"
     elif windowed:
         fault = f"{config.model.source} has layers that see a window of the sequence, and packing has one mask for all"
-    elif attention != "sdpa":
+    elif attention not in (AUTO, "sdpa"):  # all of MODELS have it
         fault = f"model.attn_implementation is {attention!r}, and packed rows need sdpa"
     else:
         _check_kernels(config, facts)
