@@ -22,7 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"), SHAPE),
     **dict.fromkeys(("stablelm", "starcoder2", "vaultgemma", "diffllama", "bitnet", "granite_swa"), SHAPE),
     **dict.fromkeys(("gpt_neox", "persimmon", "biogpt"), HEADS),
-    **dict.fromkeys(("gptj", "codegen"), {**GPT, "rotary_dim": 32}),
+    **{family: {**GPT, "rotary_dim": 32} for family in ("gptj", "codegen")},
     **dict.fromkeys(("gpt_bigcode", "gpt2"), GPT),
     "bloom": {"vocab_size": 320, "hidden_size": 256, "n_layer": 2, "n_head": 4},
     "falcon": {**HEADS, "ffn_hidden_size": 256},
