@@ -28,7 +28,8 @@ from kit.weights.checkpoint import find_checkpoint
 from kit.weights.experts import FrozenExperts
 from kit.weights.fp8 import Fp8Linear
 from kit.weights.frozen_base import BaseCheckpoint, default_device, disable_cpu_repacking, load_base
-from kit.weights.wrapped import language_config, loading
+from kit.weights.read_quantized import StoredWeights
+from kit.weights.wrapped import language_config, loading, wrapper_of
 from merge.trained import find_trained
 
 SEQUENCES = 12  # of each kind: held-out prompts, logged completions
@@ -95,6 +96,8 @@ def load_for_scoring(
         place = {"": device}
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=place, **names, **options)
     if method == "compressed-tensors":
+        if wrapper_of(config):
+            _reload_renamed(model, directory, dtype)
         for module in model.modules():  # compressed-tensors dequantizes FP4 to BF16 whatever the model computes in
             if isinstance(module, torch.nn.Linear):
                 module.weight.data = module.weight.data.to(weights or dtype).to(dtype)
@@ -102,6 +105,22 @@ def load_for_scoring(
         disable_cpu_repacking(model)
         compute_in(model, dtype)
     return model.eval()
+
+
+def _reload_renamed(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -> None:
+    """Make a model in `dtype` of a quantized checkpoint whose tensors were renamed on loading.
+
+    transformers 5.17 leaves renamed tensors of a quantized checkpoint in the dtype of their file, whatever dtype is
+    asked for, and weights would be dequantized with scales in 16 bits.
+    """
+    stored = StoredWeights(directory)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and (weight := stored.weight(name, module.weight.device)) is not None:
+            module.weight.data = weight.to(dtype)
+    kept = set(model.state_dict())  # without the rotary frequencies, which stay in float32
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if value.is_floating_point() and name in kept:
+            value.data = value.data.to(dtype)
 
 
 def compute_in(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -322,9 +322,9 @@ def publish_adapter(
     from kit.weights.frozen_base import hash_pairs, hash_tensor
 
     adapter = model.peft_config["default"]
-    tensors = get_peft_model_state_dict(model, state_dict=gathered)
+    tensors = get_peft_model_state_dict(model, state_dict=gathered, save_embedding_layers=False)
     with publish(directory, overwrite=True) as partial:
-        model.save_pretrained(partial, selected_adapters=["default"], state_dict=gathered)
+        model.save_pretrained(partial, selected_adapters=["default"], state_dict=gathered, save_embedding_layers=False)
         (partial / "README.md").unlink(missing_ok=True)
         quantizers = write_quantizer_state(model, partial)
         write_manifest(
@@ -353,7 +353,7 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
     # For a local path, one that merge and eval find from anywhere; for a hub id, the commit that was loaded.
     source = str(Path(config.model.path).resolve()) if config.model.path else config.model.id
     facts |= {"model": source, "revision": config.model.revision or facts["revision"]}
-    if write and (wrapper_of(model.config) or buffer_names(without_weights(model.config))):
+    if wrapper_of(model.config) or buffer_names(without_weights(model.config)):
         facts["carried"] = carried_hashes(source, facts["revision"], set(facts["tensors"]), model.config)
     check_init_adapter(config, facts["hash"])
     if run.base_file.exists():
@@ -362,6 +362,11 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
             raise BadInput(
                 f"{run.path} was started on another base: its base hash is {earlier['hash'][:12]}, this one is "
                 f"{facts['hash'][:12]}. Resume with the model it was started with."
+            )
+        if odd := sorted(set(earlier.get("carried", {}).items()) ^ set(facts.get("carried", {}).items())):
+            raise BadInput(
+                f"{run.path} was started on a checkpoint with another {odd[0][0]}. Resume with the one it was started "
+                "with."
             )
     if write:
         write_json(run.base_file, facts)

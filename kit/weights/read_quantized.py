@@ -14,12 +14,14 @@ from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput
 from kit.core.run_directory import read_json
 from kit.weights.checkpoint import checkpoint_shards, read_tensor
+from kit.weights.wrapped import language_name
 
 SWEEPS = 4  # iterations of the alternating fit; the second already agrees to 1e-4 on AWQ's scales
 
 
 class StoredWeights:
-    """Weights of a quantized checkpoint by module name, one at a time.
+    """Weights of a quantized checkpoint by module name, one at a time; those of a wrapped language model
+    (`wrapped.py`) by its names, too.
 
     `BadInput`, before any weight is read, for a checkpoint that compressed-tensors did not write.
     """
@@ -46,6 +48,7 @@ class StoredWeights:
         self.parts: dict[str, list[str]] = {}
         for name in self.files:
             self.parts.setdefault(name.rpartition(".")[0], []).append(name)
+        self.parts |= {language_name(module): names for module, names in self.parts.items()}
 
     def weight(self, module: str, device: torch.device | str = "cpu") -> torch.Tensor | None:
         """Float32 weight (out, in) of a module; None if the checkpoint does not store it quantized."""
@@ -57,7 +60,7 @@ class StoredWeights:
             part = read_tensor(self.directory / self.files[name], name)
             # Multiplying codes by a scale in 16 bits would round once more than the reader's own kernels do.
             is_short = part.dtype in (torch.bfloat16, torch.float16)
-            found[name.removeprefix(f"{module}.")] = part.float() if is_short else part
+            found[name.rpartition(".")[2]] = part.float() if is_short else part
         found = {key: part.to(device) for key, part in found.items() if key not in ("bias", "input_global_scale")}
         return self.compressor.decompress(found, self.scheme)["weight"].float()
 

@@ -118,6 +118,11 @@ def test_fp8_checkpoint_loads_whole_and_leaves_the_vision_part_unquantized(famil
         whole = load_whole(tmp_path / "fp8", **options)
     text = load_for_scoring(tmp_path / "fp8", dtype=torch.bfloat16)
     assert torch.equal(whole(IDS).logits, text(IDS).logits)
+    exact = load_for_scoring(tmp_path / "fp8")
+    assert {one.dtype for one in exact.state_dict().values() if one.is_floating_point()} == {torch.float32}
+    name = base.info["quantized"][0]
+    product = after[base.stored[f"{name}.weight"]].float() * after[f"{base.stored[f'{name}.weight']}_scale"].float()
+    assert torch.equal(exact.get_submodule(name).weight, product)
     ignored = read_json(tmp_path / "fp8" / "config.json")["quantization_config"]["ignore"]
     assert all(one.startswith("re:") for one in ignored)
 
