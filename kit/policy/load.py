@@ -353,8 +353,9 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
     # For a local path, one that merge and eval find from anywhere; for a hub id, the commit that was loaded.
     source = str(Path(config.model.path).resolve()) if config.model.path else config.model.id
     facts |= {"model": source, "revision": config.model.revision or facts["revision"]}
-    if wrapper_of(model.config) or buffer_names(without_weights(model.config)):
-        facts["carried"] = carried_hashes(source, facts["revision"], set(facts["tensors"]), model.config)
+    described = getattr(model, "config", None)
+    if described is not None and (wrapper_of(described) or buffer_names(without_weights(described))):
+        facts["carried"] = carried_hashes(source, facts["revision"], set(facts["tensors"]), described)
     check_init_adapter(config, facts["hash"])
     if run.base_file.exists():
         earlier = run.base()
