@@ -110,8 +110,7 @@ def update_seconds(shape: Shape, config: Config, card: Card, completions: int, s
     passes = 2 + (train.beta != 0 and not distills) / train.num_iterations
     again = run_again(shape, config) / shape.layers
     is_full = train.recompute == "full"
-    # A layer's last matmul is not recomputed if nothing reads it: with experts, their weights do.
-    last = shape.dense_layers * shape.intermediate * shape.hidden
+    last = shape.layers * shape.intermediate * shape.hidden if shape.skips_down else 0
     products = passes + again * is_full * (1 - last / shape.active_weights)
     attending = passes + again * (is_full or (train.micro_batch_tokens is not None and is_flex(config)))
     if policy.compute == "fp8" and card.fp8_tflops is not None:

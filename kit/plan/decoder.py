@@ -93,7 +93,7 @@ class Shape:
     `qk_norm`: query and key are normalized per head (Qwen3); `qkv_bias`: they have biases (Qwen2.5); `gated`: the MLP
     has a gate; `query_gate`: q_proj has a gate's outputs beside the queries (Qwen3.5); `norms`: hidden-size norms of a
     layer. `windowed` layers attend to `window` tokens. `vision`: weights of the part that reads images, which only a
-    server holds, in 16 bits.
+    server holds, in 16 bits. `skips_down`: recomputation leaves the MLP's last matmul out (`ENDS_WITH_RESIDUAL`).
     """
 
     name: str
@@ -116,6 +116,7 @@ class Shape:
     experts: Experts | None = None
     linear_attention: LinearAttention | None = None
     vision: int = 0
+    skips_down: bool = True
 
     @property
     def q_size(self) -> int:

@@ -157,7 +157,7 @@ def _linear_attention_part(shape: Shape, config: Config, linear: LinearAttention
     return Part(linear.layers, kept, products, DELTA_GRADIENTS * (queries + linear.value_size))
 
 
-def _mlp_part(shape: Shape, config: Config, width: int, layers: int, is_last: bool) -> Part:
+def _mlp_part(shape: Shape, config: Config, width: int, layers: int) -> Part:
     narrow, liger = value_bytes(config), config.policy.kernels == "liger"
     targets = set(shape.targeted(config.policy.target_modules))
     # liger's SwiGLU recomputes silu(gate).
@@ -166,7 +166,7 @@ def _mlp_part(shape: Shape, config: Config, width: int, layers: int, is_last: bo
     kept += _ranks(shape, config, {"gate_proj", "up_proj", "down_proj"}, layers)
     products = 0.0
     if config.train.recompute == "selective":
-        products = narrow * (2 * width + shape.hidden * (not is_last))
+        products = narrow * (2 * width + shape.hidden * (not shape.skips_down))
     return Part(layers, kept, products, 2 * narrow * width)
 
 
@@ -180,7 +180,7 @@ def _experts_part(shape: Shape, config: Config, experts: Experts) -> Part:
     if config.train.recompute == "selective":
         products = experts.taken * narrow * (2 * inner + shape.hidden)
     if experts.shared:
-        one = _mlp_part(shape, config, experts.shared, experts.layers, is_last=False)
+        one = _mlp_part(shape, config, experts.shared, experts.layers)
         kept += one.kept + narrow * shape.hidden
         products += one.products
     return Part(experts.layers, kept, products, 0.0)
@@ -221,7 +221,7 @@ def experts_gib(shape: Shape, config: Config, tokens: int) -> float:
 
 
 def _mlp_parts(shape: Shape, config: Config) -> list[Part]:
-    found = [_mlp_part(shape, config, shape.intermediate, shape.dense_layers, is_last=True)]
+    found = [_mlp_part(shape, config, shape.intermediate, shape.dense_layers)]
     if shape.experts is not None:
         found.append(_experts_part(shape, config, shape.experts))
     return [one for one in found if one.layers]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kit.core.config.recompute_rules import ENDS_WITH_RESIDUAL
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.formats import find_experts
@@ -107,6 +108,7 @@ def _known(name: str) -> Shape:
     common: dict[str, Any] = {"head_dim": hidden // heads} | _FAMILIES[family] | _PARTS.get(name, {})
     if family == "qwen2.5" and tied:
         common["vocabulary"] = 151936
+    common["skips_down"] = family in ("qwen3", "qwen2.5", "llama3") and "experts" not in common
     if vision := {"gemma3": _SIGLIP, "qwen3.5": _QWEN_VISION}.get(family):
         common["vision"] = vision_weights(vision, hidden)
     return Shape(name, hidden, intermediate, layers, heads, kv_heads, tied=tied, **common)
@@ -238,6 +240,7 @@ def shape_from_facts(facts: Facts, source: str) -> Shape:
         experts=_experts(facts) if find_experts(facts) else None,
         linear_attention=_linear_attention(facts, kinds["linear_attention"]),
         vision=vision_weights(whole.get("vision_config") or {}, facts["hidden_size"]),
+        skips_down=kind in ENDS_WITH_RESIDUAL,
     )
 
 

@@ -31,7 +31,7 @@ from torch._ops import OpOverload as Operator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from kit.core.config.recompute_rules import recomputed_layers
+from kit.core.config.recompute_rules import ENDS_WITH_RESIDUAL, recomputed_layers
 from kit.core.config.schema import Config
 from kit.policy import routing
 from kit.policy.recompute_offload import HostInputs
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-# The layer's output is a residual plus the MLP's output: nothing in between needs down_proj's output again.
-ENDS_WITH_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3")
 ATTENTION = ("flash", "efficient", "cudnn")
 ADAPTER = {"lora_A", "lora_B"}
 aten = torch.ops.aten

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from kit.core.config.load import config_from_dict
+from kit.core.config.recompute_rules import ENDS_WITH_RESIDUAL
 from kit.core.errors import BadInput
 from kit.policy.liger import MODELS, check_gpu, check_kernels, use_kernels
-from kit.policy.recompute import ENDS_WITH_RESIDUAL
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 50}

@@ -312,7 +312,9 @@ PEAKS = [
     (("qwen3_moe", TRACED_EXPERTS | {"num_experts_per_tok": 4, "moe_intermediate_size": 768}), "full"),
     (("qwen3_moe", TRACED_EXPERTS | {"mlp_only_layers": [1]}), "full"),
     (("qwen3_5_text", DELTA | {"layer_types": ["linear_attention"]}), "full"),
+    (("qwen3_5_text", DELTA | {"layer_types": ["linear_attention"]}), "selective"),
     (("gemma3_text", {"sliding_window": 64, "layer_types": ["sliding_attention"]}), "none"),
+    (("gemma3_text", {"layer_types": ["full_attention"]}), "selective"),
 ]
 
 

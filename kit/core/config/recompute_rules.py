@@ -2,6 +2,9 @@
 
 from kit.core.config.schema import Config
 
+# Model types whose layers end with a residual plus the MLP's output: nothing between needs down_proj's output again.
+ENDS_WITH_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3")
+
 
 def faults(config: Config, splits: str | None) -> list[str]:
     """Settings of `train.recompute` that cannot work; `splits` is what `sharding_rules.announced` returns."""
