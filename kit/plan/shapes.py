@@ -18,8 +18,18 @@ from kit.plan.sizes import Facts
 
 # Model types of transformers whose MLP is two linear layers without a gate.
 UNGATED = ("apertus", "arcee", "biogpt", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi", "starcoder2")
-FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")  # before and after attention and MLP
+FOUR_NORMS = ("gemma2", "gemma3_text", "gemma4_text", "glm4")  # before and after attention and MLP
 QKV_BIAS = ("qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
+# Model types whose layers are attention and an MLP of the sizes that the usual keys say, each with its own weights.
+DENSE = (
+    *("apertus", "arcee", "biogpt", "bitnet", "cohere", "cohere2", "cwm", "diffllama", "ernie4_5", "exaone4", "gemma"),
+    *("gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "gpt_neox", "granite", "granite_swa", "helium"),
+    *("hunyuan_v1_dense", "hyperclovax", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat"),
+    *("nemotron", "olmo", "olmo2", "olmo3", "persimmon", "phi", "phi3", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text"),
+    *("qwen3", "qwen3_vl_text", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
+)
+# Keys of Gemma 4 that add weights or give some layers other sizes.
+UNEVEN = ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block", "num_global_key_value_heads")
 # Mixtures of experts whose configurations say in the same keys which layers have how many experts of which size.
 EXPERTS_KNOWN = (
     *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_vl_moe_text"),
@@ -85,7 +95,8 @@ def vision_weights(facts: Facts, hidden: int) -> int:
 
     Norms and the projection's own layout are left out: within 5 % of what transformers builds.
     """
-    h, inner = facts.get("hidden_size"), facts.get("intermediate_size")
+    h = facts.get("embed_dim") or facts.get("hidden_size")
+    inner = facts.get("intermediate_size") or int((h or 0) * facts.get("mlp_ratio", 0))
     layers = facts.get("num_hidden_layers") or facts.get("depth")
     if not (h and inner and layers):
         return 0
@@ -159,12 +170,23 @@ def find_shape(source: str, revision: str | None = None) -> Shape:
 
 
 def config_shape(config: Config, facts: Facts | None = None) -> Shape:
-    """The shape of a run's model; `facts` is its config.json, if it was read already."""
-    source = config.model.source
+    """The shape of a run's model; `facts` is its config.json or its language model's, if it was read already."""
+    source, revision = config.model.source, config.model.revision
     if facts:
-        return shape_from_facts(facts, source)
+        shape = shape_from_facts(facts, source)
+        return shape if shape.vision else replace(shape, vision=_vision_beside(source, revision, shape.hidden))
     config.model.check_path()
-    return find_shape(source, config.model.revision)
+    return find_shape(source, revision)
+
+
+def _vision_beside(source: str, revision: str | None, hidden: int) -> int:
+    """Weights of the vision part in a model's config.json, in a directory or the hub's cache; 0 if there is none."""
+    file = Path(source) / "config.json" if Path(source).is_dir() else _cached(source, revision)
+    try:
+        facts = json.loads(file.read_text()) if file else {}
+    except (OSError, ValueError):
+        return 0
+    return vision_weights(facts.get("vision_config") or {}, hidden) if isinstance(facts, dict) else 0
 
 
 def _cached(source: str, revision: str | None) -> Path | None:
@@ -230,7 +252,7 @@ def shape_from_facts(facts: Facts, source: str) -> Shape:
         vocabulary=facts["vocab_size"],
         tied=bool(tied),
         positions=facts.get("max_position_embeddings") or LONGEST,
-        qk_norm=kind.startswith(("qwen3", "gemma3")) or bool(facts.get("use_qk_norm")),
+        qk_norm=kind.startswith(("qwen3", "gemma3", "gemma4")) or bool(facts.get("use_qk_norm")),
         qkv_bias=kind in QKV_BIAS or bool(facts.get("attention_bias")),
         gated=kind not in UNGATED,
         query_gate=kind.startswith(("qwen3_5", "qwen3_next")),
@@ -258,6 +280,12 @@ def _not_covered(facts: Facts) -> str | None:
     if experts and kind not in EXPERTS_KNOWN:
         known = ", ".join(EXPERTS_KNOWN)
         return f"it is a mixture of experts ({experts}), and which layers have experts is known for {known} only"
+    if not experts and kind not in DENSE:
+        return f"it is none of the {len(DENSE)} dense families whose layers are known (DENSE in kit/plan/shapes.py)"
+    if uneven := [key for key in UNEVEN if facts.get(key)]:
+        return f"its layers differ in size or have weights beside attention and MLP ({uneven[0]} {facts[uneven[0]]})"
+    if facts.get("global_head_dim") not in (None, facts.get("head_dim")):
+        return f"its layers differ in the size of their heads (global_head_dim {facts['global_head_dim']})"
     if unknown := sorted(set(_layer_kinds(facts)) - set(LAYER_KINDS)):
         return f"its layer_types have {unknown[0]}; known are {', '.join(LAYER_KINDS)}"
     if _layer_kinds(facts)["linear_attention"] and not facts.get("linear_num_value_heads"):

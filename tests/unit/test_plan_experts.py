@@ -19,10 +19,12 @@ from kit.plan.decoder import Shape
 from kit.plan.fitting import candidates, lay_out
 from kit.plan.gpus import CARDS
 from kit.plan.report import title
-from kit.plan.shapes import find_shape, shape_by_size, shape_from_facts
+from kit.plan.shapes import DENSE, UNGATED, config_shape, find_shape, shape_by_size, shape_from_facts
 from tests.conftest import CONFIG
 from tests.unit.test_plan_activations import SEQUENCES, TOKENS, Allocations, as_on_a_gpu, as_peft_on_a_gpu  # noqa: F401
 from tests.unit.test_plan_memory import config
+from tests.unit.wrapped_models import FAMILIES as WRAPPED
+from tests.unit.wrapped_models import make_wrapped
 
 GIB, H200 = 2**30, CARDS["h200"]
 MIXTURE = shape_by_size("30b-a3b")
@@ -88,7 +90,39 @@ def test_the_built_in_qwen3_5_has_the_defaults_of_transformers():
     assert dataclasses.replace(known, **differing) == shape
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5", "qwen2_5_vl", "qwen3_vl", "mistral3"])
+@pytest.mark.parametrize("kind", [kind for kind in DENSE if not kind.endswith("_vl_text")])
+def test_a_dense_family_has_the_weights_that_transformers_builds(kind):
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    heads = {"num_key_value_heads": 4} if kind in UNGATED else {}  # some have no other
+    even = dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), 0) | {"global_head_dim": 16}
+    facts = CONFIG_MAPPING[kind](**SIZES | {"bos_token_id": 1} | heads | (even if kind == "gemma4_text" else {}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(facts)
+    head, shape = model.get_output_embeddings(), shape_from_facts(facts.to_dict(), "x")
+    linears = [one for one in model.modules() if isinstance(one, torch.nn.Linear) and one is not head]
+    assert shape.linear_weights == sum(one.weight.numel() for one in linears)
+    positions = sum(one.numel() for name, one in model.named_parameters() if "position" in name)
+    # Norms of other sizes and biases are not counted.
+    assert shape.parameters == pytest.approx(sum(one.numel() for one in model.parameters()) - positions, rel=0.02)
+
+
+@pytest.mark.parametrize("family", WRAPPED)
+def test_a_wrapped_checkpoint_is_planned_as_the_language_model_that_is_trained(family, tmp_path):
+    from kit.weights.model_files import unquantized_config, without_weights
+
+    text = unquantized_config(make_wrapped(tmp_path, family))
+    model, shape = without_weights(text), find_shape(str(tmp_path))
+    head = model.get_output_embeddings()
+    linears = [one for one in model.modules() if isinstance(one, torch.nn.Linear) and one is not head]
+    assert shape.linear_weights == sum(one.weight.numel() for one in linears)
+    assert shape.parameters - shape.vision == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.005)
+    # As a run asks, which has read the configuration of the language model alone.
+    run = load_config(CONFIG, [f"--model.path={tmp_path}"])
+    assert config_shape(run, text.to_dict()).vision == shape.vision > 0
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3"])
 def test_a_wrapped_configuration_gives_its_text_and_the_size_of_its_vision_part(kind, tmp_path):
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
@@ -118,8 +152,12 @@ REFUSED = [
     ("gpt_oss", {"num_local_experts": 8}, "experts have biases"),
     ("deepseek_v2", {"n_routed_experts": 8, "kv_lora_rank": 32}, "kv_lora_rank 32"),
     ("jamba", {"num_experts": 8}, "which layers have experts is known for"),
-    ("lfm2", {"layer_types": ["conv"] * 4}, "layer_types have conv"),
-    ("minimax_text", {"layer_types": ["linear_attention"] * 4}, "not the gated delta rule"),
+    ("lfm2", {"layer_types": ["conv"] * 4}, "none of the .* dense families"),
+    ("falcon_h1", {}, "none of the .* dense families"),
+    ("llama", {"layer_types": ["chunked_attention"] * 4}, "layer_types have chunked_attention"),
+    ("llama", {"layer_types": ["linear_attention"] * 4}, "not the gated delta rule"),
+    ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers 2"),
+    ("gemma4_text", {"global_head_dim": 32}, "global_head_dim 32"),
 ]
 
 
