@@ -93,7 +93,8 @@ class Shape:
     `qk_norm`: query and key are normalized per head (Qwen3); `qkv_bias`: they have biases (Qwen2.5); `gated`: the MLP
     has a gate; `query_gate`: q_proj has a gate's outputs beside the queries (Qwen3.5); `norms`: hidden-size norms of a
     layer. `windowed` layers attend to `window` tokens. `vision`: weights of the part that reads images, which only a
-    server holds, in 16 bits. `skips_down`: recomputation leaves the MLP's last matmul out (`ENDS_WITH_RESIDUAL`).
+    server holds, in 16 bits. `soft_cap`: attention scores are capped, which only
+    eager attention computes; `skips_down`: recomputation leaves the MLP's last matmul out (`ENDS_WITH_RESIDUAL`).
     """
 
     name: str
@@ -117,6 +118,7 @@ class Shape:
     linear_attention: LinearAttention | None = None
     vision: int = 0
     skips_down: bool = True
+    soft_cap: bool = False
 
     @property
     def q_size(self) -> int:

@@ -39,6 +39,7 @@ ROW_INDEX = 26  # bytes per token and expert taken: places in and out of the sor
 # The gated delta rule, traced as everything per token: bytes per value of its queries and keys, of its values, and per
 # head; copies of its convolution's channels; gradients per value. And copies of a gated query.
 DELTA_QUERY, DELTA_VALUE, DELTA_HEAD, DELTA_MIXED, DELTA_GRADIENTS, GATED_QUERY = 36, 27, 950, 2, 11, 3
+EAGER_GRADIENTS = 2.5  # per attention score, in the compute dtype; traced
 DELTA_CHUNK = 64  # tokens; transformers 5.17 keeps two float32 states per chunk
 ROOM_FOR_KEPT = 0.5  # kept_weights.py: share of the memory that generation leaves free
 KEPT = "kept weights"
@@ -124,17 +125,27 @@ def _attention_parts(shape: Shape, config: Config, padded: bool) -> list[Part]:
     if config.train.recompute == "selective":
         outs = shape.q_size * (1 + shape.query_gate) + 2 * shape.kv_size + shape.hidden
         # FlexAttention, an option for packs, is recomputed.
-        is_kept = not (config.train.micro_batch_tokens and is_flex(config))
+        is_kept = not (config.train.micro_batch_tokens and is_flex(config)) and not is_eager(shape, config)
         products = narrow * outs + (narrow * shape.q_size + 4 * shape.heads) * is_kept
-    found = []
+    found, gradients = [], 0.0
+    if is_eager(shape, config):  # probabilities in float32 and as they are multiplied, and capped scores
+        scores = shape.heads * row_tokens(config)
+        padded, kept = True, kept + scores * (4 + narrow * (1 + shape.soft_cap))
+        gradients = EAGER_GRADIENTS * narrow * scores
     layers = ((shape.attention_layers - shape.windowed, padded), (shape.windowed, padded or has_window(shape, config)))
     for count, masked in layers:
         # With a mask keys and values are repeated for every head.
         size = shape.q_size if masked else shape.kv_size
-        found.append(Part(count, kept + 2 * narrow * size, products, 0.0))
+        found.append(Part(count, kept + 2 * narrow * size, products, gradients))
     if (linear := shape.linear_attention) is not None:
         found.append(_linear_attention_part(shape, config, linear))
     return [one for one in found if one.layers]
+
+
+def is_eager(shape: Shape, config: Config) -> bool:
+    """Whether attention holds its scores, (heads, tokens, tokens) a row, in memory."""
+    asked = config.model.attn_implementation
+    return asked == "eager" or (asked == "auto" and shape.soft_cap)
 
 
 def has_window(shape: Shape, config: Config) -> bool:
@@ -409,7 +420,8 @@ def update_parts(
             found["checkpoints"] -= tokens * max(0, again - 2) * narrow * hidden / GIB
         layers = backward_gib(shape, config, card, tokens, padded)
     else:
-        moving = max(10 * narrow * hidden, *(one.gradients for one in _mlp_parts(shape, config)))
+        parts = _attention_parts(shape, config, padded) + _mlp_parts(shape, config)
+        moving = max(10 * narrow * hidden, *(one.gradients for one in parts))
         layers = tokens * (moving + quantized.backward_bytes(shape, config, card)) / GIB
         layers = max(layers + weight_gib(shape, config, card, tokens), experts_gib(shape, config, tokens))
     if whole:
@@ -440,19 +452,22 @@ def scoring_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """GiB allocated at the peak of a pass without gradients, the reference's, by part."""
     narrow = value_bytes(config)
     tokens, scored = micro_batch(config)
-    layer = _forward_gib(shape, tokens, narrow)
+    layer = _forward_gib(shape, config, tokens)
     layer += max(weight_gib(shape, config, card, tokens), *stack_gib(shape, config))
     head = tokens * 2 * narrow * shape.hidden / GIB + tile_gib(shape, scored, narrow, card)
     name = "one layer's forward pass" if layer > head else "log-prob head"
     return resident(shape, config, card) | {name: max(layer, head), "workspace": workspace_gib(card)}
 
 
-def _forward_gib(shape: Shape, tokens: int, narrow: int) -> float:
+def _forward_gib(shape: Shape, config: Config, tokens: int) -> float:
     """GiB of one layer's forward pass without gradients, of the layer that takes most."""
-    width = 4 * (shape.intermediate + shape.hidden)
+    narrow = value_bytes(config)
+    width = 4.0 * (shape.intermediate + shape.hidden)
     if (experts := shape.experts) is not None:
         rows = experts.taken * (2 * shape.hidden + 3 * experts.intermediate)
         width = max(width * (shape.dense_layers > 0), rows + 4 * (experts.shared + shape.hidden))
+    if is_eager(shape, config):
+        width += shape.heads * row_tokens(config) * (4 + 2 * narrow) / narrow
     return tokens * narrow * width / GIB
 
 
@@ -460,7 +475,7 @@ def teaching_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]
     """GiB allocated at the peak of the teacher's pass, which runs without quantizers, by part."""
     narrow = value_bytes(config)
     (tokens, scored), model = micro_batch(config), teacher.shape_of(shape, config)
-    layer = _forward_gib(model, tokens, narrow) + max(dequantized_gib(model, narrow), *stack_gib(model, config))
+    layer = _forward_gib(model, config, tokens) + max(dequantized_gib(model, narrow), *stack_gib(model, config))
     found = {"one layer's forward pass": layer, "teacher's states": teacher.states_gib(shape, config, scored)}
     return resident(shape, config, card) | found | {"workspace": workspace_gib(card)}
 
@@ -469,7 +484,7 @@ def calibration_parts(shape: Shape, config: Config, card: Card) -> dict[str, flo
     """GiB allocated at the peak of the calibration of input ranges, which runs without quantizers, by part."""
     narrow = value_bytes(config)
     tokens = quantized.calibration_tokens(config)
-    layer = _forward_gib(shape, tokens, narrow) + dequantized_gib(shape, narrow)
+    layer = _forward_gib(shape, config, tokens) + dequantized_gib(shape, narrow)
     looked_at = 2 * narrow * tokens * shape.intermediate / GIB  # the real tokens' inputs, and their magnitudes
     return resident(shape, config, card) | {"one layer's forward pass": layer + looked_at}
 
@@ -488,7 +503,7 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
     sequences = process_completions(config)
     prompts = sequences * rollout.max_prompt_length
     prefill = sequences * shape.cached_bytes(rollout.max_prompt_length, narrow) / GIB
-    prefill += _forward_gib(shape, prompts, narrow)
+    prefill += _forward_gib(shape, config, prompts)
     cache = sequences * shape.cached_bytes(row_tokens(config), narrow) / GIB
     # Growing by one token copies a layer's cache.
     decode = cache * (1 + 1 / shape.layers) + sequences * shape.vocabulary * 4 * value("sampling_copies") / GIB

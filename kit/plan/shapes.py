@@ -23,7 +23,7 @@ QKV_BIAS = ("qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
 # Model types whose layers are attention and an MLP of the sizes that the usual keys say, each with its own weights.
 DENSE = (
     *("apertus", "arcee", "biogpt", "bitnet", "cohere", "cohere2", "cwm", "diffllama", "ernie4_5", "exaone4", "gemma"),
-    *("gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "gpt_neox", "granite", "granite_swa", "helium"),
+    *("gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "gpt_neox", "granite", "helium"),
     *("hunyuan_v1_dense", "hyperclovax", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat"),
     *("nemotron", "olmo", "olmo2", "olmo3", "persimmon", "phi", "phi3", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text"),
     *("qwen3", "qwen3_vl_text", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
@@ -263,6 +263,7 @@ def shape_from_facts(facts: Facts, source: str) -> Shape:
         linear_attention=_linear_attention(facts, kinds["linear_attention"]),
         vision=vision_weights(whole.get("vision_config") or {}, facts["hidden_size"]),
         skips_down=kind in ENDS_WITH_RESIDUAL,
+        soft_cap=bool(facts.get("attn_logit_softcapping")),
     )
 
 

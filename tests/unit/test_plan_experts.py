@@ -179,6 +179,21 @@ def test_the_cache_holds_windows_and_states():
     assert memory.sequence_gib(gemma, made) == gemma.cached_bytes(5000, 2) / GIB
 
 
+def test_eager_attention_holds_scores_and_another_kernel_does_not():
+    capped = dataclasses.replace(shape_by_size("8b"), soft_cap=True)
+    made, length = config(), 768
+    scores = 36 * 32 * length * (4 + 2 + 2)
+
+    def kept(shape, **keys):
+        return 36 * memory.layer_bytes(shape, config(**keys), padded=True)
+
+    assert made.rollout.max_prompt_length + made.rollout.max_completion_length == length
+    assert kept(capped) - kept(shape_by_size("8b")) == pytest.approx(scores)
+    assert kept(capped, model__attn_implementation="flash_attention_2") == kept(shape_by_size("8b"))
+    plain = kept(shape_by_size("8b"), model__attn_implementation="eager") - kept(shape_by_size("8b"))
+    assert plain == pytest.approx(scores * 6 / 8)
+
+
 def test_attention_is_counted_within_the_window():
     gemma = shape_by_size("gemma3-12b")
     assert gemma.attended_share(1024) == 1
@@ -320,6 +335,7 @@ KEPT = [
     (("qwen3_5_text", DELTA | {"layer_types": ["full_attention"]}), 4),
     (("gemma3_text", {"sliding_window": 64, "layer_types": ["sliding_attention"]}), 4),
     (("gemma3_text", {"layer_types": ["full_attention"]}), 4),
+    (("gemma2", {"layer_types": ["full_attention"]}), 4),  # eager, because it caps scores
 ]
 
 
@@ -353,6 +369,7 @@ PEAKS = [
     (("qwen3_5_text", DELTA | {"layer_types": ["linear_attention"]}), "selective"),
     (("gemma3_text", {"sliding_window": 64, "layer_types": ["sliding_attention"]}), "none"),
     (("gemma3_text", {"layer_types": ["full_attention"]}), "selective"),
+    (("gemma2", {"layer_types": ["full_attention"]}), "full"),
 ]
 
 
