@@ -268,6 +268,10 @@ def _options(config: Config, vllm: Installed) -> Options:
     }
     if server.weights != "bf16":
         options["quantization"] = server.weights
+        if routers := router_names(base_directory(config)):
+            options["quantization_config"] = {"ignore": routers}
+    if rollout.routing != "own":
+        options["enable_return_routed_experts"] = True
     if server.enforce_eager:
         options["enforce_eager"] = True
     if server.sleep:
@@ -291,6 +295,16 @@ def _options(config: Config, vllm: Installed) -> Options:
         "middleware": "kit.rollout.server.endpoint.RolloutEndpoint",
         "disable_uvicorn_access_log": True,
     }
+
+
+def router_names(directory: Path) -> list[str]:
+    """Names of the routers of the base in a directory, which a server must not quantize: the linear layers beside a
+    layer's experts that the base stores unquantized. Empty for a dense model or a base that is not written yet."""
+    facts = read_json(directory / "base.json") if (directory / "base.json").is_file() else {}
+    quantized, tensors = set(facts.get("quantized") or ()), facts.get("tensors") or {}
+    blocks = {name.partition(".experts.")[0] for name in quantized if ".experts." in name}
+    names = [name.removesuffix(".weight") for name in tensors if name.rpartition(".")[2] == "weight"]
+    return sorted(name for name in names if name.rpartition(".")[0] in blocks and name not in quantized)
 
 
 def _memory(config: Config, vllm: Installed, card_gib: float | None, faults: list[str]) -> Options:
@@ -352,6 +366,8 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
         found.append(
             f"server.weights {server.weights} has no kernel in vLLM for CPUs. Use {' or '.join(CPU_WEIGHTS)} there."
         )
+    elif vllm.is_cpu and server.weights != "bf16" and router_names(base_directory(config)):
+        found.append(f"server.weights {server.weights} has no kernel for experts in vLLM for CPUs. Use bf16 there.")
     if vllm.is_cpu and server.sleep:
         found.append("server.sleep is for GPU memory; vLLM for CPUs cannot sleep. Set it to false.")
     elif server.sleep and config.rollout.sync == "remerge" and server.nf4_copy == "gpu":

@@ -25,6 +25,8 @@ OTHER_KINDS = {
 # Fused parameters of a layer's experts (transformers 5) that `target_parameters` may name, in the order in which peft
 # wraps them: the last is the outer wrapper.
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+# Matrices of an expert that each of them holds, by their names in checkpoints.
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
 # Keys of peft 0.21 under which an adapter still adds s·B·A, or that `reasons` checks: shape and place of the factors,
 # their initialization, dropout, and where the file comes from. `merge` and the servers read the first two rows.
 UNDERSTOOD = {
@@ -96,6 +98,11 @@ def expert_parameter(config: dict, module: str) -> str | None:
         return None
     wrapped = [one for one in EXPERT_PARAMETERS if any(name.endswith(f".{one}") for name in named)]
     return f"{plain}.{wrapped[-1 - inner]}" if inner < len(wrapped) else None
+
+
+def expert_wrappers(module: str) -> list[str]:
+    """Names that peft's wrappers of a module of experts have in an adapter's file, inner ones first."""
+    return [f"{module}{'.base_layer' * level}" for level in range(len(EXPERT_PARAMETERS) - 1, -1, -1)]
 
 
 def rank_of(config: dict, module: str) -> int | None:

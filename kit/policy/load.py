@@ -14,7 +14,7 @@ from kit.core.config.sharding_rules import announced
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
 from kit.core.formats import find_experts
-from kit.core.lora import EXPERT_PARAMETERS
+from kit.core.lora import EXPERT_PARAMETERS, expert_wrappers
 from kit.core.run_directory import (
     RunDir,
     check_adapter_file,
@@ -143,8 +143,7 @@ def adapted_experts(policy: PolicyConfig, model: "torch.nn.Module") -> list[str]
     """Names of the wrappers that hold the adapter of a model's routed experts, inner ones first."""
     if policy.expert_rank == 0:
         return []
-    inner = len(EXPERT_PARAMETERS) - 1
-    return [f"{name}{'.base_layer' * level}" for name in expert_modules(model) for level in range(inner, -1, -1)]
+    return [wrapper for name in expert_modules(model) for wrapper in expert_wrappers(name)]
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":

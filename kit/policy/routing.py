@@ -11,6 +11,7 @@ Covers routers that take the largest of a softmax (Qwen2 MoE, Qwen3 MoE, Mixtral
 """
 
 import contextlib
+import re
 import threading
 import types
 from collections.abc import Iterator
@@ -33,9 +34,10 @@ _now = _Now()
 
 
 class Routing:
-    """Experts of a forward's tokens: `experts` (N, L, k) int16 in the order of the model's tokens and layers of
-    experts, `UNKNOWN` where the sampler's are not known. The forward adds to `counts` (4,), if given: pairs of token
-    and layer with another set of experts, pairs compared, tokens with another set in any layer, tokens compared."""
+    """Experts of a forward's tokens: `experts` (N, L, k) int16 in the order of the model's tokens and decoder layers
+    (those without experts are not read), `UNKNOWN` where the sampler's are not known. The forward adds to `counts`
+    (4,), if given: pairs of token and layer with another set of experts, pairs compared, tokens with another set in
+    any layer, tokens compared."""
 
     def __init__(self, experts: torch.Tensor, is_replayed: bool, counts: torch.Tensor | None):
         self.experts, self.is_replayed, self.counts = experts, is_replayed, counts
@@ -49,15 +51,15 @@ class Routing:
         experts[real:] = UNKNOWN
         return Routing(experts, self.is_replayed, self.counts)
 
-    def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
-        """Experts (N, k) to take in a layer, given the router's own."""
+    def choose(self, layer: int, own: torch.Tensor, is_last: bool) -> torch.Tensor:
+        """Experts (N, k) to take in a layer, given the router's own; `is_last`: no other layer has experts."""
         theirs = self.experts[:, layer].to(own.dtype)
         is_known = (theirs != UNKNOWN).all(dim=1)
         if self.counts is not None and not self.is_recomputed:
             differs = (theirs.sort(dim=1).values != own.sort(dim=1).values).any(dim=1) & is_known
             self._differs |= differs
             self.counts[:2] += torch.stack([differs.sum(), is_known.sum()])
-            if layer == self.experts.shape[1] - 1:
+            if is_last:
                 self.counts[2:] += torch.stack([self._differs.sum(), is_known.sum()])
         return torch.where(is_known[:, None], theirs, own) if self.is_replayed else own
 
@@ -80,10 +82,10 @@ def routed(routing: Routing | None, is_recomputed: bool = False) -> Iterator[Non
         _now.routing = before
 
 
-def routers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The routers of a model's layers of experts, in order; `BadInput` for a kind that is not known here."""
+def routers_of(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """{decoder layer: its router} of a model, in order; `BadInput` for a kind that is not known here."""
     modules = dict(model.named_modules())
-    found = []
+    found = {}
     for name in experts_of(model):
         parent = name.partition(".experts")[0]
         router = modules.get(f"{parent}.gate")
@@ -92,7 +94,7 @@ def routers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
                 f"rollout.routing: {parent} has no router of a kind that is known here (a softmax whose largest "
                 "probabilities are taken). Set rollout.routing to own."
             )
-        found.append(router)
+        found[int(re.search(r"\.layers\.(\d+)\.", name)[1])] = router
     return found
 
 
@@ -102,10 +104,10 @@ def use_routing(model: torch.nn.Module) -> int:
     `BadInput` unless each of them takes the largest probabilities of a softmax, which is tried on random inputs.
     """
     routers = routers_of(model)
-    for layer, router in enumerate(routers):
+    for layer, router in routers.items():
         _check_softmax(router)
         router.forward = types.MethodType(_forward, router)
-        router.layer = layer
+        router.layer, router.is_last = layer, layer == max(routers)
     return len(routers)
 
 
@@ -113,7 +115,7 @@ def _forward(router: torch.nn.Module, hidden_states: torch.Tensor) -> tuple[torc
     logits, scores, own = type(router).forward(router, hidden_states)
     if (routing := _now.routing) is None:
         return logits, scores, own
-    chosen = routing.choose(router.layer, own)
+    chosen = routing.choose(router.layer, own, router.is_last)
     return (
         (logits, scores, own) if chosen is own else (logits, weights_of(router, logits, chosen, scores.dtype), chosen)
     )

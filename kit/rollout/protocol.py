@@ -108,7 +108,8 @@ def decode_floats(text: str) -> "np.ndarray":
 
 class Experts(TypedDict):
     """Experts that a sample's tokens took: base64 of little-endian int16, and the shape (T, L, k): tokens that the
-    model read (prompt and completion, without its last), layers of experts in order, experts of a token."""
+    model read (prompt and completion, without its last), decoder layers in order (what those without experts have is
+    not read), experts of a token."""
 
     data: str
     shape: list[int]

@@ -17,7 +17,7 @@ ROWS, COLUMNS = 64, 128
 @triton.jit
 def _fold(
     out, packed, absmax, code, a, b, scale, rows, columns, rank,
-    stride_a, stride_b,
+    stride_a, stride_b, expert_a, expert_b,
     HAS_UPDATE: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -28,10 +28,13 @@ def _fold(
     byte = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)  # (C / 2,)
     block = tl.program_id(1) * (COLUMNS // BLOCK_SIZE) + tl.arange(0, COLUMNS // BLOCK_SIZE)  # (C / 64,)
     bytes_, blocks = columns // 2, columns // BLOCK_SIZE  # per row
-    out += first * columns
-    packed += first * bytes_
-    absmax += first * blocks
-    b += first * stride_b
+    expert = tl.program_id(2).to(tl.int64)
+    row_of_all = expert * rows + first
+    out += row_of_all * columns
+    packed += row_of_all * bytes_
+    absmax += row_of_all * blocks
+    a += expert * expert_a
+    b += expert * expert_b + first * stride_b
     is_row = row[:, None] < left_rows
     pairs = tl.load(packed + row[:, None] * bytes_ + byte[None, :], mask=is_row & (byte[None, :] < bytes_), other=0)
     pairs = pairs.to(tl.int32)
@@ -66,17 +69,21 @@ def fold(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, code: to
     """out (rows, columns) = dequantize(packed, absmax) + scale · b · a, summed in float32 and rounded once.
 
     `packed` (rows·columns/2,) uint8 and `absmax` (rows·columns/64,) float32 are bitsandbytes' own, `code` is (16,)
-    float32; `update` is (a (r, columns), b (rows, r), scale) or None. columns must be a multiple of 64.
+    float32; `update` is (a (r, columns), b (rows, r), scale) or None. columns must be a multiple of 64. Rows of E
+    experts one after the other take a (E, r, columns) and b (E, rows / E, r), in one launch.
     """
     rows, columns = out.shape
     a, b, scale = update if update is not None else (out, out, 0.0)
-    rank = a.shape[0] if update is not None else 0
-    if update is not None and (a.stride(1) != 1 or b.stride(1) != 1):
+    experts = len(a) if a.dim() == 3 else 1
+    rank = a.shape[-2] if update is not None else 0
+    if update is not None and (a.stride(-1) != 1 or b.stride(-1) != 1):
         a, b = a.contiguous(), b.contiguous()
-    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+    between = (a.stride(0), b.stride(0)) if a.dim() == 3 else (0, 0)
+    rows //= experts
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS), experts)
     with torch.cuda.device(out.device):
         _fold[grid](
-            out, packed, absmax, code, a, b, float(scale), rows, columns, rank, a.stride(0), b.stride(0),
+            out, packed, absmax, code, a, b, float(scale), rows, columns, rank, a.stride(-2), b.stride(-2), *between,
             HAS_UPDATE=update is not None, RANK_BLOCK=32 if rank > 16 else 16, ROWS=ROWS, COLUMNS=COLUMNS,
             BLOCK_SIZE=BLOCK_SIZE,
         )  # fmt: skip

@@ -81,6 +81,13 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
+def adapted_modules(shapes: dict[str, tuple[int, int]]) -> frozenset[str]:
+    """Names under which an adapter's file may have factors for layers of these shapes: the layers, and for experts
+    the modules that peft wraps."""
+    experts = {name.partition(".experts.")[0] + ".experts" for name in shapes if ".experts." in name}
+    return frozenset(shapes) | {name for module in experts for name in lora.expert_wrappers(module)}
+
+
 def check(adapter: AdapterFacts, room: Room, quant_cfg: str | None = None) -> None:
     """`Refused`, with all reasons at once, if `adapter` is not a plain LoRA that fits into `room`, or was trained in
     another format than the server's `quant_cfg`."""
@@ -101,6 +108,8 @@ def _configured(config: dict, room: Room) -> list[str]:
     for key in ("rank_pattern", "alpha_pattern"):
         if config.get(key) and not room.takes_patterns:
             found.append(f"{key}: vLLM's LoRA scales every layer by lora_alpha/r; train without it or sync by remerge")
+    if config.get("target_parameters") and not room.takes_patterns:
+        found.append("target_parameters: an adapter on experts is served merged only; sync by remerge")
     return found
 
 
@@ -130,6 +139,8 @@ def _layer(module: str, factors: dict[str, tuple[int, ...]], config: dict, room:
     if len(factors) != 2:
         return [f"{module} has {next(iter(factors))} without the other factor"]
     a, b = factors["lora_A"], factors["lora_B"]
+    if (parameter := lora.expert_parameter(config, module)) is not None:
+        return _experts(parameter, a, b, config, room)
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         return [f"{module} has A {a} and B {b}, which do not multiply"]
     if module in room.shapes and (b[0], a[1]) != room.shapes[module]:
@@ -139,4 +150,23 @@ def _layer(module: str, factors: dict[str, tuple[int, ...]], config: dict, room:
     # peft scales by alpha over the configured rank; with patterns the worker looks up the module's own.
     if not config.get("rank_pattern") and (not isinstance(config.get("r"), int) or config["r"] != a[0]):
         return [f"{module} has rank {a[0]}, adapter_config.json says {config.get('r')}"]
+    return []
+
+
+def _experts(parameter: str, a: tuple[int, ...], b: tuple[int, ...], config: dict, room: Room) -> list[str]:
+    """Reasons to refuse the factors of a fused parameter of experts: A (r·E, in), B (out, r·E)."""
+    module, _, name = parameter.rpartition(".")
+    parts = lora.EXPERT_PARTS[name]
+    shapes = {key: shape for key, shape in room.shapes.items() if key.startswith(f"{module}.")}
+    of_part = [shape for key, shape in shapes.items() if key.rpartition(".")[2] in parts]
+    names = {key.removeprefix(f"{module}.").partition(".")[0] for key in shapes}
+    if not of_part:
+        return [] if not room.shapes else [f"it adapts {parameter}, which the served base does not have"]
+    experts, (rows, columns), rank = len(names), of_part[0], lora.rank_of(config, parameter)
+    out = rows * (len(of_part) // experts)
+    if rank is None or a != (rank * experts, columns) or b != (out, rank * experts):
+        return [
+            f"{parameter} has A {a} and B {b}; rank {rank} on {experts} experts of {(out, columns)} needs A "
+            f"{((rank or 0) * experts, columns)} and B {(out, (rank or 0) * experts)}"
+        ]
     return []

@@ -36,6 +36,7 @@ from kit.rollout.protocol import (
     Info,
     Served,
     decode_ids,
+    encode_experts,
     encode_floats,
     encode_ids,
 )
@@ -190,7 +191,8 @@ class Routes:
         sampling = {key: body[key] for key in NUMBERS}
         params = sampling_params(**sampling, stop_token_ids=stops, logprobs=0)
         (output,) = await self._engine_outputs(request, [ids], params, served, str(body.get("request_id") or "none"))
-        samples = [sample(one) for one in sorted(output.outputs, key=lambda one: one.index)]
+        has_experts = body.get("routing") is True
+        samples = [sample(one, has_experts) for one in sorted(output.outputs, key=lambda one: one.index)]
         return {"version": served and served.version, "samples": samples}
 
     async def score(self, request: "Request") -> dict:
@@ -390,14 +392,23 @@ def sampling_params(**options: Any) -> SamplingParams:
     return SamplingParams(**options, **fixed)
 
 
-def sample(output: CompletionOutput) -> dict:
-    """Encode one completion for the wire."""
+def sample(output: CompletionOutput, has_experts: bool = False) -> dict:
+    """Encode one completion for the wire, with the experts that it took if they are asked for."""
     count = len(output.token_ids)
-    return {
+    found = {
         "token_ids": encode_ids(output.token_ids),
         "logprobs": encode_floats(flat_floats(output.logprobs, count, 0)),
         "finish_reason": output.finish_reason,
     }
+    if has_experts:
+        if output.routed_experts is None:
+            raise Failure(
+                409,
+                "this server does not return the experts that its tokens took. Start it with rollout.routing in its "
+                "configuration (--enable-return-routed-experts).",
+            )
+        found["experts"] = encode_experts(output.routed_experts)
+    return found
 
 
 def flat_floats(flat: FlatLogprobs, positions: int, empty: int) -> np.ndarray:

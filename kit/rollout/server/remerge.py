@@ -7,9 +7,9 @@ itself applies when it loads a checkpoint, so that the served weights equal thos
 checkpoint. Parameters keep their addresses: CUDA graphs stay valid. With server.quant_cfg the weights are those that a
 reader of the exported checkpoint computes with (`quantized_fold.py`).
 
-Covers: fused layers (qkv, gate_up), tensor parallelism, the online FP8 quantizations, BF16, the copy in GPU or
-pinned host memory. Not covered: experts, embeddings and the output layer, pipeline parallelism, DoRA, vLLM's Marlin
-kernel (GPUs older than Ada: no FP8 arithmetic). Written for vllm 0.26 to 0.31.
+Covers: fused layers (qkv, gate_up), experts (`expert_layers.py`), tensor parallelism, the online FP8 quantizations,
+BF16, the copy in GPU or pinned host memory. Not covered: embeddings and the output layer, pipeline parallelism, DoRA,
+vLLM's Marlin kernel (GPUs older than Ada: no FP8 arithmetic). Written for vllm 0.26 to 0.31.
 """
 
 import contextlib
@@ -22,15 +22,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kit.core import limits, lora
 from kit.core.checkpoint_files import read_header
 from kit.core.formats import QuantFormat, fitted
 from kit.rollout.noise import Noise, NoisyNorms
 from kit.rollout.protocol import CONFIG, TENSORS, WEIGHTS
-from kit.rollout.server import base_copy, quantized_fold
-from kit.rollout.server.vllm_types import LinearLayer, ModelConfig, ModelRunner, VllmConfig, Worker
+from kit.rollout.server import base_copy, expert_layers, quantized_fold
+from kit.rollout.server.expert_layers import is_experts
+from kit.rollout.server.vllm_types import ExpertLayer, LinearLayer, ModelConfig, ModelRunner, VllmConfig, Worker
 
 if TYPE_CHECKING:
     import torch
@@ -66,13 +67,14 @@ class Linear:
     parts: list[Part]
     packed: "torch.Tensor | None" = None
     absmax: "torch.Tensor | None" = None
+    width: int = 0  # columns of the whole layer over all workers
 
 
 class Factors(NamedTuple):
-    """Update of one Hugging Face layer on this worker: scale · b · a."""
+    """Update of one Hugging Face layer on this worker, scale · b · a, or of all its experts of a parameter."""
 
-    a: "torch.Tensor"  # (r, columns)
-    b: "torch.Tensor"  # (rows, r)
+    a: "torch.Tensor"  # (r, columns), or (E, r, columns)
+    b: "torch.Tensor"  # (rows, r), or (E, rows of an expert, r)
     scale: float
 
 
@@ -113,8 +115,12 @@ class Remerge:
 
     def remerge_describe(self) -> dict:
         """Return the layers that an adapter may target, by their Hugging Face names."""
-        linears = find_linears(self.model_runner.model)
-        modules = [part.name for linear in linears for part in linear.parts]
+        try:
+            linears = find_layers(self.model_runner.model)
+        except ValueError as error:
+            return {"modules": [], "ready": False, "why": str(error)}
+        modules = [part.name for one in linears if not is_experts(one) for part in one.parts]
+        modules += expert_layers.adapter_modules(linears)
         why = None if linears else "the model has no linear layer that vLLM shards by rows or columns"
         return {"modules": modules, "ready": hasattr(self, "_remerge"), "why": why}
 
@@ -123,11 +129,13 @@ class Remerge:
         format, also serve the base in that format; no request may be in flight."""
 
         started = time.perf_counter()
-        linears = find_linears(self.model_runner.model)
         if copy not in ("gpu", "host"):
             return {"error": f"the copy of the base can stay on gpu or host, not {copy!r}"}
         kind, directory = base_copy.storage(Path(base_dir)), Path(base_dir)
         try:
+            linears = find_layers(self.model_runner.model)
+            routers = expert_layers.unquantized(directory, {part.name for one in linears for part in one.parts})
+            linears = [one for one in linears if not {part.name for part in one.parts} <= routers]
             if kind == "nf4":
                 dtype, code = read_copy(directory / "nf4", linears, self.device, copy), nf4_code(self.device)
             else:
@@ -139,6 +147,8 @@ class Remerge:
         try:
             state.format = quantized_fold.format_of(self.vllm_config)
             if state.format is not None:
+                if held := next((one.name for one in linears if is_experts(one)), None):
+                    raise ValueError(f"{state.format.name} does not reach experts ({held})")
                 state.format = fitted(state.format, (linear.layer.input_size for linear in linears))
                 quantized_fold.check(linears, state.format)
                 _write_weights(self, state, Staged({}))
@@ -206,6 +216,11 @@ class Remerge:
         return {}
 
 
+def find_layers(model: "torch.nn.Module") -> list[Linear]:
+    """Find a worker's linear layers and its experts; `ValueError` for experts that remerge does not cover."""
+    return find_linears(model) + expert_layers.find_experts(model)
+
+
 def find_linears(model: "torch.nn.Module") -> list[Linear]:
     """Find a worker's linear layers and, for each, the Hugging Face layers that it consists of."""
     from vllm.model_executor.layers.linear import (
@@ -236,7 +251,7 @@ def find_linears(model: "torch.nn.Module") -> list[Linear]:
             full = f"{prefix}.{part}" if prefix else part
             parts.append(Part(full, row, rows, rank * rows, first_in))
             row += rows
-        found.append(Linear(name, layer, row, columns, parts))
+        found.append(Linear(name, layer, row, columns, parts, width=layer.input_size))
     return found
 
 
@@ -280,8 +295,7 @@ def read_copy(directory: Path, linears: list[Linear], device: "torch.device", co
                     f"{weight} is not in it: the run left that layer unquantized, or the base is another model's"
                 )
             rows = slice(part.first_out, part.first_out + part.rows)
-            # The whole layer's columns; equal to the shard's unless the layer is sharded by columns.
-            width = linear.layer.input_size
+            width = linear.width
             bytes_ = read(f"{weight}.packed", index[weight]).view(-1, width // 2)
             scales = read(f"{weight}.absmax", index[weight]).view(-1, width // BLOCK_SIZE)
             start, stop = part.first_in, part.first_in + linear.columns
@@ -308,6 +322,10 @@ def read_adapter(directory: Path, linears: list[Linear], device: "torch.device")
     tensors = read_tensors(directory / WEIGHTS, device)
     adapter: dict[str, Factors] = {}
     for linear in linears:
+        if is_experts(linear):
+            if (found := expert_layers.read_factors(linear, tensors, config, TENSORS)) is not None:
+                adapter[linear.name] = Factors(*found)
+            continue
         for part in linear.parts:
             a = tensors.pop(f"{TENSORS}{part.name}.lora_A.weight", None)
             b = tensors.pop(f"{TENSORS}{part.name}.lora_B.weight", None)
@@ -385,9 +403,17 @@ def _write_weights(worker: Worker, state: State, adapter: Staged) -> None:
     import torch
 
     dtype = worker.model_config.dtype
+    halves: dict[int, torch.Tensor] = {}  # of layers of experts, whose two parameters are written together
     with torch.inference_mode(), _vllm_context(worker):
         for linear, weight in merged_weights(state, adapter.factors, worker.device):
-            if state.format is None:
+            if is_experts(linear):
+                experts = len(expert_layers.local_experts(cast(ExpertLayer, linear.layer)))
+                weight = weight.to(dtype).view(experts, -1, linear.columns)
+                if (first := halves.pop(id(linear.layer), None)) is None:
+                    halves[id(linear.layer)] = weight
+                else:
+                    expert_layers.write_experts(linear.layer, first, weight)
+            elif state.format is None:
                 write_weight(linear.layer, weight.to(dtype))
             else:
                 write_weight(linear.layer, quantized_fold.quantized(linear, weight, state.format, dtype))
@@ -417,6 +443,10 @@ def merged_weight(
             weight = base_copy.dequantize(packed, absmax, state.dtype)
         else:
             weight = dequantize(packed, absmax, state.code, (linear.rows, linear.columns), state.dtype)
+        if is_experts(linear):
+            if (update := adapter.get(linear.name)) is not None:
+                expert_layers.add_updates(weight.view(len(update.a), -1, linear.columns), *update)
+            return weight
         for part in linear.parts:
             if part.name in adapter:
                 add_update(weight[part.row : part.row + part.rows], *adapter[part.name])
@@ -425,6 +455,9 @@ def merged_weight(
 
     weight = torch.empty(linear.rows, linear.columns, dtype=state.dtype, device=packed.device)
     packed, absmax = packed.view(linear.rows, -1), absmax.view(linear.rows, -1)
+    if is_experts(linear):
+        fold(weight, packed, absmax, state.code, adapter.get(linear.name))
+        return weight
     for part in linear.parts:
         rows = slice(part.row, part.row + part.rows)
         fold(weight[rows], packed[rows], absmax[rows], state.code, adapter.get(part.name))

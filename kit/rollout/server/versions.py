@@ -19,7 +19,7 @@ from typing import Any
 
 from kit.core.formats import FORMATS
 from kit.rollout.protocol import QUANT_CFG, WAYS, Way
-from kit.rollout.server.adapter_check import Refused, Room, check, checkpoint_shapes, read_adapter
+from kit.rollout.server.adapter_check import Refused, Room, adapted_modules, check, checkpoint_shapes, read_adapter
 from kit.rollout.server.base_copy import has_copy
 from kit.rollout.server.private_files import PrivateFiles
 from kit.rollout.server.vllm_types import Engine, LoRARequest, Models
@@ -103,7 +103,7 @@ class Versions:
     async def ways(self) -> tuple[list[Way], dict[Way, str], list[str] | None]:
         """Return (ways that work, {way: why it does not}, layers that an adapter may target in all of them, None if
         unknown); set up remerge if needed."""
-        ways, refused, modules = [], {}, frozenset(self.shapes) or None
+        ways, refused, modules = [], {}, adapted_modules(self.shapes) or None
         for way in WAYS:
             try:
                 room = await self._room(way)

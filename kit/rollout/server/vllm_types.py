@@ -57,6 +57,9 @@ class CompletionOutput(Protocol):
     token_ids: list[int]
     logprobs: FlatLogprobs
     finish_reason: str
+    routed_experts: (
+        Any  # (tokens that the model read, layers, experts of a token), with --enable-return-routed-experts
+    )
 
 
 class RequestOutput(Protocol):
@@ -136,6 +139,16 @@ class LinearLayer(Protocol):
     tp_rank: int
     tp_size: int
     quant_method: QuantMethod
+
+
+class ExpertLayer(Protocol):
+    """A worker's experts of one layer (RoutedExperts)."""
+
+    hidden_size: int
+    global_num_experts: int
+    local_num_experts: int
+    moe_config: Any
+    _expert_map: "torch.Tensor | None"
 
 
 class ModelRunner(Protocol):
