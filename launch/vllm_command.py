@@ -355,6 +355,9 @@ def _environment(config: Config, vllm: Installed, gpus: tuple[str, ...] | None) 
         found[NF4_COPY] = config.server.nf4_copy
     if vllm.is_cpu and config.server.kv_cache_gib is not None:
         found["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(config.server.kv_cache_gib)))
+    if config.rollout.routing != "own":
+        # vllm 0.31 returns experts by its second model runner only; earlier versions know no other.
+        found["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if "VLLM_NO_USAGE_STATS" not in os.environ:
         found["VLLM_NO_USAGE_STATS"] = "1"
     return found

@@ -5,37 +5,28 @@ import shutil
 import sys
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
+
+from bench.random_adapter import random_adapter, save_adapters
 
 
 def write_adapter(folder: Path) -> None:
     """A random adapter of rank 4, one of zeros, and base + adapter as a checkpoint."""
-    weights, generator = load_file(folder / "base" / "model.safetensors"), torch.Generator().manual_seed(0)
-    factors = {}
-    for name in json.loads((folder / "base" / "nf4" / "index.json").read_text()):
-        rows, columns = weights[name].shape
-        a = (torch.randn(4, columns, generator=generator) * 0.1).bfloat16()
-        b = (torch.randn(rows, 4, generator=generator) * 0.1).bfloat16()
-        weights[name] = (weights[name].float() + 2.0 * (b.float() @ a.float())).bfloat16()
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        factors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-    zero = {name: torch.zeros_like(value) if "lora_B" in name else value for name, value in factors.items()}
-    for place, tensors in (("adapter", factors), ("zero", zero)):
-        (folder / place).mkdir()
-        save_file(tensors, folder / place / "adapter_model.safetensors", {"format": "pt"})
-        (folder / place / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
+    weights = load_file(folder / "base" / "model.safetensors")
+    names = json.loads((folder / "base" / "nf4" / "index.json").read_text())
+    factors, merged = random_adapter(weights, list(names), 0.1, 0.1)
+    save_adapters(factors, folder)
     shutil.copytree(folder / "base", folder / "merged", ignore=shutil.ignore_patterns("nf4"))
-    save_file(weights, folder / "merged" / "model.safetensors", {"format": "pt"})
+    save_file(weights | merged, folder / "merged" / "model.safetensors", {"format": "pt"})
 
 
-def engine(model: Path) -> "vllm.LLM":  # noqa: F821
+def engine(model: Path, quantization: str | None) -> "vllm.LLM":  # noqa: F821
     from vllm import LLM
 
     return LLM(
         model=str(model),
         dtype="bfloat16",
-        quantization="fp8_per_channel",
+        quantization=quantization,
         max_model_len=64,
         max_num_seqs=4,
         enforce_eager=True,
@@ -53,11 +44,11 @@ def scores(llm: "vllm.LLM") -> list[float]:  # noqa: F821
     return [next(iter(place.values())).logprob for place in output.prompt_logprobs[1:]]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, weights: str) -> None:
     write_adapter(folder)
     # Loaded from the merged checkpoint, so that vLLM's own loading says what the workers should compute with; taken to
     # the base and back, so that a remerge that changes nothing shows.
-    llm = engine(folder / "merged")
+    llm = engine(folder / "merged", None if weights == "bf16" else weights)
     found = {"fresh": scores(llm)}
     steps = [("remerge_setup", str(folder / "base"), "gpu")]
     for key in ("zero", "adapter"):
@@ -72,4 +63,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

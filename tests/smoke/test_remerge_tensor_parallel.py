@@ -11,8 +11,23 @@ import pytest
 from merge.export import main as merge_base
 from tests import processes
 from tests.conftest import ROOT, make_base
+from tests.unit.merge_fixture import byte_tokenizer
+from tests.unit.test_experts import make_experts
 
 SCRIPT = Path(__file__).with_name("remerge_two_workers.py")
+
+
+def scores_of(folder: Path, model: Path, weights: str) -> dict[str, np.ndarray]:
+    """Scores of two workers that serve `model` in `weights`: loaded from the merged checkpoint, re-merged to the base
+    and back."""
+    keys = ["--config", "recipes/configs/grpo-tiny-nf4-cpu.yaml", f"--model.path={model}", "--model.dtype=bfloat16"]
+    assert merge_base([*keys, "--out", str(folder / "base")]) == 0
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, str(SCRIPT), str(folder), weights]
+    done = processes.run(command, cwd=folder, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SCORES ")]
+    assert lines, (done.stdout + done.stderr)[-4000:]
+    return {name: np.array(values) for name, values in json.loads(lines[-1][7:]).items()}
 
 
 @pytest.mark.slow
@@ -20,13 +35,15 @@ def test_two_workers_serve_what_a_fresh_load_of_the_merged_checkpoint_serves(tmp
     # Wide enough that half of every layer is whole blocks of 64.
     size = ("--hidden", 128, "--layers", 2, "--problems", 200, "--heldout", 40, "--steps", 0)
     model = make_base(tmp_path / "model", *size)
-    keys = ["--config", "recipes/configs/grpo-tiny-nf4-cpu.yaml", f"--model.path={model}", "--model.dtype=bfloat16"]
-    assert merge_base([*keys, "--out", str(tmp_path / "base")]) == 0
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, str(SCRIPT), str(tmp_path)]
-    done = processes.run(command, cwd=tmp_path, env=environment)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SCORES ")]
-    assert lines, (done.stdout + done.stderr)[-4000:]
-    scores = {name: np.array(values) for name, values in json.loads(lines[-1][7:]).items()}
+    scores = scores_of(tmp_path, model, "fp8_per_channel")
+    assert np.array_equal(scores["adapter"], scores["fresh"])
+    assert np.abs(scores["zero"] - scores["fresh"]).mean() > 0.1, "the base is not the merged checkpoint"
+
+
+@pytest.mark.slow
+def test_experts_split_over_two_workers_are_those_of_a_fresh_load(tmp_path):
+    model = make_experts(tmp_path / "model", moe_intermediate_size=128, hidden_size=128, head_dim=32)
+    byte_tokenizer().save_pretrained(model)
+    scores = scores_of(tmp_path, model, "bf16")
     assert np.array_equal(scores["adapter"], scores["fresh"])
     assert np.abs(scores["zero"] - scores["fresh"]).mean() > 0.1, "the base is not the merged checkpoint"

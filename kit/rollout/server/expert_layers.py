@@ -141,6 +141,8 @@ def write_experts(layer: Any, w13: "torch.Tensor", w2: "torch.Tensor") -> None:
     # The method keeps its kernel and the scales that the kernel reads: a copy of it gets those of `fresh`.
     method = _shallow(layer.quant_method)
     fresh._modules["quant_method"] = method
+    if not w13.is_cuda:
+        method.moe_kernel = None  # a kernel that is there already would not pack the new weights
     _quantize(method, fresh)
     for name, value in fresh._parameters.items():
         current = layer._parameters.get(name)
