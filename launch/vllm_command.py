@@ -355,8 +355,8 @@ def _environment(config: Config, vllm: Installed, gpus: tuple[str, ...] | None) 
         found[NF4_COPY] = config.server.nf4_copy
     if vllm.is_cpu and config.server.kv_cache_gib is not None:
         found["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(config.server.kv_cache_gib)))
-    if config.rollout.routing != "own":
-        # vllm 0.31 returns experts by its second model runner only; earlier versions know no other.
+    if config.rollout.routing != "own" and not vllm.version.startswith("0.26."):
+        # vllm 0.31 returns experts by its second model runner only, 0.26 by its first.
         found["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if "VLLM_NO_USAGE_STATS" not in os.environ:
         found["VLLM_NO_USAGE_STATS"] = "1"
@@ -371,6 +371,11 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
         )
     elif vllm.is_cpu and server.weights != "bf16" and router_names(base_directory(config)):
         found.append(f"server.weights {server.weights} has no kernel for experts in vLLM for CPUs. Use bf16 there.")
+    if vllm.is_cpu and config.rollout.routing != "own":
+        found.append(
+            f"rollout.routing is {config.rollout.routing}: vLLM for CPUs does not return the experts that tokens took "
+            "(its second model runner needs Triton). Set it to own."
+        )
     if vllm.is_cpu and server.sleep:
         found.append("server.sleep is for GPU memory; vLLM for CPUs cannot sleep. Set it to false.")
     elif server.sleep and config.rollout.sync == "remerge" and server.nf4_copy == "gpu":

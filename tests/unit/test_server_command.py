@@ -11,13 +11,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from kit.core.config.load import config_from_dict
+from kit.core.config.load import config_from_dict, load_config
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.run_directory import read_json, write_json, write_manifest
 from kit.rollout.replica import log_name
 from launch import server, vllm_command
 from launch.vllm_command import Installed, Plan, check_base, check_ports, installed_vllm, plans
+from tests.conftest import CONFIG
 
 CUDA, CPU = Installed("0.26.0", False), Installed("0.31.0", True)
 ADAPTER, ASLEEP = {"sync": "adapter"}, {"sleep": True, "nf4_copy": "host"}
@@ -514,3 +515,30 @@ def test_the_command_to_stop_a_detached_start_ends_that_run_and_no_other(command
     assert command("--config", str(tmp_path / "run.yaml"), *output, "--detach") == 0
     told = capsys.readouterr().out.partition("end them with: ")[2]
     assert command(*shlex.split(told)[3:]) == 0 and ended == [os.getpid()]
+
+
+def test_routers_stay_unquantized_and_experts_are_returned_where_they_are_asked_for(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    block = "model.layers.0.mlp"
+    quantized = [f"{block}.experts.0.gate_proj", f"{block}.shared_expert.up_proj", "model.layers.0.self_attn.q_proj"]
+    others = [f"{block}.gate.weight", f"{block}.shared_expert_gate.weight", "lm_head.weight", "model.norm.weight"]
+    names = [*(f"{name}.weight" for name in quantized), *others]
+    facts = {"quantized": quantized, "tensors": dict.fromkeys(names, "a hash")}
+    (base / "base.json").write_text(json.dumps(facts))
+    routers = [f"{block}.gate", f"{block}.shared_expert_gate"]
+    assert vllm_command.router_names(base) == routers and vllm_command.router_names(tmp_path) == []
+    keys = [f"--server.base={base}", "--rollout.backend=server", "--rollout.routing=replay"]
+    config = load_config(CONFIG, keys)
+    options = vllm_command._options(config, Installed("0.31.0", False))
+    assert options["quantization_config"] == {"ignore": routers} and options["enable_return_routed_experts"]
+    assert vllm_command._environment(config, Installed("0.31.0", False), None)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in vllm_command._environment(config, Installed("0.26.0", False), None)
+    faults = vllm_command._unservable(config, Installed("0.31.0", True))
+    assert any("no kernel for experts" in fault for fault in faults) and any(
+        "needs Triton" in fault for fault in faults
+    )
+    plain = vllm_command._options(
+        load_config(CONFIG, [keys[0], keys[1], "--server.weights=bf16"]), Installed("0.31.0", False)
+    )
+    assert "quantization_config" not in plain and "enable_return_routed_experts" not in plain
