@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kit.core import lora
+from kit.rollout.server.shard import Linear, Part
 from kit.rollout.server.vllm_types import ExpertLayer
 
 if TYPE_CHECKING:
     import torch
 
-    from kit.rollout.server.remerge import Linear
-
 SLOTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 
 
-def find_experts(model: "torch.nn.Module") -> "list[Linear]":
+def find_experts(model: "torch.nn.Module") -> list[Linear]:
     """Find a worker's experts: for each layer of experts one `Linear` for w13 and one for w2.
 
     `ValueError` for experts that the worker does not hold as the checkpoint has them.
@@ -40,9 +39,7 @@ def find_experts(model: "torch.nn.Module") -> "list[Linear]":
     return found
 
 
-def _of_layer(name: str, layer: Any) -> "list[Linear]":
-    from kit.rollout.server.remerge import Linear, Part
-
+def _of_layer(name: str, layer: Any) -> list[Linear]:
     moe = layer.moe_config
     hidden, inner = layer.hidden_size, moe.intermediate_size_per_partition
     wanted = moe.hidden_dim_unpadded, moe.intermediate_size_per_partition_unpadded
@@ -79,11 +76,11 @@ def local_experts(layer: ExpertLayer) -> list[int]:
     return [expert for _, expert in sorted(pairs)]
 
 
-def is_experts(linear: "Linear") -> bool:
+def is_experts(linear: Linear) -> bool:
     return linear.name.rpartition(".")[2] in SLOTS and hasattr(linear.layer, "global_num_experts")
 
 
-def read_factors(linear: "Linear", tensors: dict[str, "torch.Tensor"], config: dict, prefix: str) -> Any:
+def read_factors(linear: Linear, tensors: dict[str, "torch.Tensor"], config: dict, prefix: str) -> Any:
     """Take this worker's factors of a parameter's experts out of an adapter's `tensors`: (a (E, r, columns),
     b (E, rows of an expert, r), scale), in the file's dtype; None if the adapter has none.
 
@@ -188,7 +185,7 @@ def _quantize(method: Any, layer: Any) -> None:
     method.process_weights_after_loading(layer)
 
 
-def adapter_modules(linears: "list[Linear]") -> list[str]:
+def adapter_modules(linears: list[Linear]) -> list[str]:
     """Names under which an adapter's file may have factors for experts (peft's nested wrappers)."""
     modules = dict.fromkeys(one.name.rpartition(".")[0] for one in linears if is_experts(one))
     return [name for module in modules for name in lora.expert_wrappers(module)]

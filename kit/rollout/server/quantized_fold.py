@@ -25,7 +25,7 @@ from kit.rollout.protocol import INPUT_PEAKS, QUANT_CFG, WEIGHTS
 if TYPE_CHECKING:
     import torch
 
-    from kit.rollout.server.remerge import Linear
+    from kit.rollout.server.shard import Linear
 
 
 def format_of(vllm_config: Any) -> QuantFormat | None:

@@ -31,6 +31,7 @@ from kit.rollout.noise import Noise, NoisyNorms
 from kit.rollout.protocol import CONFIG, TENSORS, WEIGHTS
 from kit.rollout.server import base_copy, expert_layers, quantized_fold
 from kit.rollout.server.expert_layers import is_experts
+from kit.rollout.server.shard import Linear, Part
 from kit.rollout.server.vllm_types import ExpertLayer, LinearLayer, ModelConfig, ModelRunner, VllmConfig, Worker
 
 if TYPE_CHECKING:
@@ -39,35 +40,6 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 64
 READERS = 4  # threads that read an adapter's file
 _pinned: "list[torch.Tensor]" = []  # see _host_buffer
-
-
-@dataclass
-class Part:
-    """One Hugging Face linear layer inside a worker's (possibly fused) layer: its rows [row, row + rows).
-
-    The worker's shard of the whole layer begins at output `first_out` and input `first_in`.
-    """
-
-    name: str
-    row: int
-    rows: int
-    first_out: int
-    first_in: int
-
-
-@dataclass
-class Linear:
-    """A worker's linear layer (rows, columns) with its copy, on the GPU or in pinned host memory. For NF4, `packed`
-    (rows·columns/2) is uint8 and `absmax` (rows·columns/64) float32; otherwise see `base_copy.py`."""
-
-    name: str
-    layer: LinearLayer
-    rows: int
-    columns: int
-    parts: list[Part]
-    packed: "torch.Tensor | None" = None
-    absmax: "torch.Tensor | None" = None
-    width: int = 0  # columns of the whole layer over all workers
 
 
 class Factors(NamedTuple):
@@ -251,7 +223,7 @@ def find_linears(model: "torch.nn.Module") -> list[Linear]:
             full = f"{prefix}.{part}" if prefix else part
             parts.append(Part(full, row, rows, rank * rows, first_in))
             row += rows
-        found.append(Linear(name, layer, row, columns, parts, width=layer.input_size))
+        found.append(Linear(name, layer, row, columns, parts))
     return found
 
 
@@ -295,7 +267,7 @@ def read_copy(directory: Path, linears: list[Linear], device: "torch.device", co
                     f"{weight} is not in it: the run left that layer unquantized, or the base is another model's"
                 )
             rows = slice(part.first_out, part.first_out + part.rows)
-            width = linear.width
+            width = linear.width or linear.layer.input_size
             bytes_ = read(f"{weight}.packed", index[weight]).view(-1, width // 2)
             scales = read(f"{weight}.absmax", index[weight]).view(-1, width // BLOCK_SIZE)
             start, stop = part.first_in, part.first_in + linear.columns
