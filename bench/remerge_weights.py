@@ -2,6 +2,7 @@
 
     python bench/remerge_weights.py                        # one GPU
     python bench/remerge_weights.py --tensor_parallel 2    # two GPUs: every worker's shard
+    python bench/remerge_weights.py --experts              # two layers of Qwen3-30B-A3B's shape
 
 Four layers of Qwen3-8B's shape with random weights, base by `python -m merge base`, CUDA graphs on. Compares hashes of
 every linear layer's parameters on every worker: a fresh load of base + adapter against the base remerged, and the base
@@ -22,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 
-from kit.rollout.server.remerge import Remerge, find_linears
+from kit.rollout.server.remerge import Remerge, find_layers
+from launch.vllm_command import router_names
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block", "bf16")
@@ -36,7 +38,7 @@ class Hashed(Remerge):
         import torch
 
         found = {}
-        for linear in find_linears(self.model_runner.model):
+        for linear in find_layers(self.model_runner.model):
             digest = hashlib.blake2b(digest_size=8)
             for name, value in sorted(linear.layer.named_parameters()):
                 digest.update(name.encode())
@@ -46,38 +48,51 @@ class Hashed(Remerge):
         return found
 
 
-def prepare(work: Path) -> None:
-    """Write base, an adapter of 1 % of the weights, and base + adapter as one checkpoint."""
+def make_experts(folder: Path, tokenizer: Path) -> None:
+    """Write two layers of Qwen3-30B-A3B's shape with random weights and a small vocabulary."""
     import shutil
 
     import torch
+    from experts_step import QWEN3_30B_A3B
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    sizes = QWEN3_30B_A3B | {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 4096}
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes), dtype=torch.bfloat16)
+    shutil.copytree(tokenizer, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
+
+
+def prepare(work: Path, experts: bool) -> None:
+    """Write base, an adapter of 1 % of the weights, and base + adapter as one checkpoint."""
+    import shutil
+
     from path_8b import CONFIG, command, make_model
+    from random_adapter import random_adapter, save_adapters
     from safetensors import safe_open
     from safetensors.torch import save_file
 
     command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
-    make_model(work / "model", work / "tiny", 4)
+    if experts:
+        make_experts(work / "model", work / "tiny")
+    else:
+        make_model(work / "model", work / "tiny", 4)
     keys = [f"--model.path={work / 'model'}", "--model.dtype=bfloat16", f"--server.base={work / 'base'}"]
     command("base", ["-m", "merge", "base", "--config", CONFIG, *keys], work)
     shutil.copytree(work / "base", work / "merged", ignore=shutil.ignore_patterns("nf4"))
-    generator, factors = torch.Generator("cuda").manual_seed(1), {}
     linears = json.loads((work / "base" / "nf4" / "index.json").read_text())
+    tensors, files = {}, {}
     for file in sorted((work / "base").glob("*.safetensors")):
         with safe_open(file, "pt", device="cuda") as shard:
-            tensors = {name: shard.get_tensor(name) for name in shard.keys()}
-        for name in tensors.keys() & linears.keys():
-            rows, columns = tensors[name].shape
-            a = (torch.randn(16, columns, device="cuda", generator=generator) * 0.02).bfloat16()
-            b = (torch.randn(rows, 16, device="cuda", generator=generator) * 0.002).bfloat16()
-            tensors[name] = (tensors[name].float() + 2.0 * (b.float() @ a.float())).bfloat16()
-            module = f"base_model.model.{name.removesuffix('.weight')}"
-            factors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-        save_file(tensors, work / "merged" / file.name, {"format": "pt"})
-    zero = {name: value * 0 if "lora_B" in name else value for name, value in factors.items()}
-    for place, tensors in (("adapter", factors), ("zero", zero)):
-        (work / place).mkdir()
-        save_file(tensors, work / place / "adapter_model.safetensors", {"format": "pt"})
-        (work / place / "adapter_config.json").write_text(json.dumps({"r": 16, "lora_alpha": 32}))
+            files[file.name] = list(shard.keys())
+            tensors |= {name: shard.get_tensor(name) for name in shard.keys()}
+    factors, merged = random_adapter(tensors, list(linears), 0.02, 0.002)
+    save_adapters(factors, work)
+    for name, names in files.items():
+        save_file({one: merged.get(one, tensors[one]) for one in names}, work / "merged" / name, {"format": "pt"})
 
 
 def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int) -> None:
@@ -85,6 +100,8 @@ def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int) -> No
     from vllm import LLM, SamplingParams
 
     options = {} if weights == "bf16" else {"quantization": weights}
+    if weights != "bf16" and (routers := router_names(work / "base")):
+        options["quantization_config"] = {"ignore": routers}
     llm = LLM(
         model=str(work / ("base" if remerged else "merged")),
         dtype="bfloat16",
@@ -113,6 +130,7 @@ def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int) -> No
                 if "error" in answer:
                     raise SystemExit(answer["error"])
             if method == "remerge_activate":
+                found["seconds"] = answer["seconds"]
                 found[arguments[0]] = llm.collective_rpc("weights_hash")
                 found[f"{arguments[0]} tokens"] = tokens()
     print("FOUND", json.dumps(found), flush=True)
@@ -123,6 +141,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/remergeweights"))
     parser.add_argument("--tensor_parallel", type=int, default=1)
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
+    parser.add_argument("--experts", action="store_true")
     parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
@@ -132,7 +151,7 @@ def main() -> None:
         filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(Path(__file__).parent)])
     )
     if not (options.work / "zero").is_dir():
-        prepare(options.work)
+        prepare(options.work, options.experts)
     script = [sys.executable, __file__, "--work", str(options.work), "--tensor_parallel", str(options.tensor_parallel)]
     jobs = {}
     for weights in options.weights:
@@ -149,7 +168,7 @@ def main() -> None:
             continue
         found[job] = json.loads(lines[-1][6:])
     print(
-        f"{'weights':<16} {'layers':>6} {'equal to a fresh load':>22} {'base again':>11} {'tokens: fresh, base':>20}"
+        f"{'weights':<16} {'layers':>6} {'equal to a fresh load':>22} {'base again':>11} {'tokens: fresh, base':>20} {'fold ms':>8}"
     )
     good = len(found) == len(jobs)
     for weights in options.weights:
@@ -166,7 +185,9 @@ def main() -> None:
         )
         again = ours["zero"] == ours["start"]
         good &= again and remerged < base
-        print(f"{weights:<16} {len(pairs):>6} {same:>22} {again!s:>11} {f'{remerged}, {base} of 64':>20}")
+        print(
+            f"{weights:<16} {len(pairs):>6} {same:>22} {again!s:>11} {f'{remerged}, {base} of 64':>20} {1000 * ours['seconds']:>8.0f}"
+        )
     sys.exit(0 if good else 1)
 
 
