@@ -167,9 +167,9 @@ def main() -> None:
             print(f"{job} failed:\n{text[-2500:]}")
             continue
         found[job] = json.loads(lines[-1][6:])
-    print(
-        f"{'weights':<16} {'layers':>6} {'equal to a fresh load':>22} {'base again':>11} {'tokens: fresh, base':>20} {'fold ms':>8}"
-    )
+    titles = ("weights", "layers", "equal to a fresh load", "base again", "tokens: fresh, base", "fold ms")
+    line = "{:<16} {:>6} {:>22} {:>11} {:>20} {:>8}"
+    print(line.format(*titles))
     good = len(found) == len(jobs)
     for weights in options.weights:
         if (weights, "fresh") not in found or (weights, "remerged") not in found:
@@ -185,9 +185,8 @@ def main() -> None:
         )
         again = ours["zero"] == ours["start"]
         good &= again and remerged < base
-        print(
-            f"{weights:<16} {len(pairs):>6} {same:>22} {again!s:>11} {f'{remerged}, {base} of 64':>20} {1000 * ours['seconds']:>8.0f}"
-        )
+        tokens, fold_ms = f"{remerged}, {base} of 64", f"{1000 * ours['seconds']:.0f}"
+        print(line.format(weights, len(pairs), same, str(again), tokens, fold_ms))
     sys.exit(0 if good else 1)
 
 
