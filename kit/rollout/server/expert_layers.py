@@ -137,7 +137,7 @@ def write_experts(layer: Any, w13: "torch.Tensor", w2: "torch.Tensor") -> None:
     fresh._parameters["w2_weight"] = nn.Parameter(w2, requires_grad=False)
     # The method keeps its kernel and the scales that the kernel reads: a copy of it gets those of `fresh`.
     method = _shallow(layer.quant_method)
-    fresh._modules["quant_method"] = method
+    fresh.__dict__["quant_method"] = method
     if not w13.is_cuda:
         method.moe_kernel = None  # a kernel that is there already would not pack the new weights
     _quantize(method, fresh)
@@ -160,7 +160,8 @@ def _shallow(module: "torch.nn.Module") -> Any:
     made = object.__new__(type(module))
     made.__dict__.update(module.__dict__)
     for name in ("_parameters", "_buffers", "_modules"):
-        made.__dict__[name] = dict(module.__dict__[name])
+        if name in module.__dict__:  # vllm 0.26's quantization methods are no modules
+            made.__dict__[name] = dict(module.__dict__[name])
     return made
 
 
