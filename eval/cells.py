@@ -98,7 +98,7 @@ def read_records(file: Path) -> list[Record]:
 
 def differing(before: dict, now: dict, prefix: str = "") -> Sequence[str]:
     """The dotted keys at which two nested dictionaries differ, in order."""
-    found = []
+    found: list[str] = []
     for key in sorted({*before, *now}):
         one, other = before.get(key), now.get(key)
         if isinstance(one, dict) and isinstance(other, dict):

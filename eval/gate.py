@@ -73,8 +73,8 @@ def main(argv: list[str]) -> int:
         return DONE if passed else CHECK_FAILED
     promotion = None
     if passed:
-        promotion = {"eval_hash": file_hash(file), "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        promotion["rules"] = [vars(rule) for rule in rules]
+        date, rows = time.strftime("%Y-%m-%dT%H:%M:%S%z"), [vars(rule) for rule in rules]
+        promotion = {"eval_hash": file_hash(file), "date": date, "rules": rows}
     if passed or checkpoint.manifest.get("promoted"):
         set_promotion(checkpoint, promotion)
     print(f"{'promoted' if passed else 'not promoted'}: {checkpoint.path}", flush=True)

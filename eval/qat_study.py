@@ -100,7 +100,8 @@ class Study:
     def train(self, arm: str, seed: int, name: str | None) -> None:
         """Train what is left of one run."""
         run, steps = self.run(arm, seed, name), self.config.train.max_steps
-        recipe, keys = PLAIN, {}
+        recipe = PLAIN
+        keys: dict[str, object] = {}
         if name is not None:
             recipe, keys = QUANTIZED, {"policy.quant_cfg": name}
         if arm == "qad":

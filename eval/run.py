@@ -237,7 +237,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def evaluate(plan: Plan, command: list[str]) -> dict:
     """Measure every cell of the plan and write the report; return the content of eval.json."""
-    cells, matrix = {}, {policy: {} for policy in POLICIES}
+    cells: dict[tuple[str, str], Cell] = {}
+    matrix: dict[str, dict[str, dict]] = {policy: {} for policy in POLICIES}
     (plan.out / "eval").mkdir(parents=True, exist_ok=True)
     with contextlib.closing(answer_pool(plan.config)) as pool:
         for name, policy in itertools.product(plan.formats, POLICIES):

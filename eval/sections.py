@@ -309,7 +309,7 @@ def lm_eval(found: Found) -> Section | None:
     if not rows:
         return None
     header = "policy|format|measured by|examples|accuracy, %|interval|problems|minus ours|interval"
-    differing = [Text("Where the protocols differ:"), Bullets(said)] if said else []
+    differing: list[Block] = [Text("Where the protocols differ:"), Bullets(said)] if said else []
     return Section("lm-eval beside ours", [_table(header, rows), *differing])
 
 

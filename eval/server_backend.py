@@ -81,7 +81,9 @@ def in_parallel(count: int, workers: int, work: Callable[[int], Result]) -> list
     command from ending.
     """
     results: list = [None] * count
-    places, errors, ended = queue.SimpleQueue(), [], threading.Semaphore(0)
+    places: queue.SimpleQueue[int] = queue.SimpleQueue()
+    errors: list[BaseException] = []
+    ended = threading.Semaphore(0)
     for place in range(count):
         places.put(place)
 
@@ -146,7 +148,8 @@ class Client:
 
     def samples_of(self, problem: int) -> list[Generation]:
         """The samples of one problem. If the server returns fewer choices than requested, it is asked for the rest."""
-        asking, made = self.asking, []
+        made: list[Generation] = []
+        asking = self.asking
         while (wanted := asking.samples - len(made)) > 0:
             seed = sample_key(asking.seed, problem, len(made)) % (1 << 31) if asking.temperature > 0 else None
             request = self._request(problem, asking.max_new_tokens, asking.temperature, wanted, seed)

@@ -152,7 +152,7 @@ def differences(config: Config, manifest: dict, info: Info) -> list[str]:
         found.append(
             f"it cannot sync by {rollout.sync}: {info.get('refused', {}).get(rollout.sync, 'no reason given')}"
         )
-    weights = config.server.weights
+    weights: str = config.server.weights
     if weights == "bf16" and config.model.dtype != "bfloat16":
         weights = config.model.dtype  # bf16 stands for weights without quantization
     if info["weights"] != weights:

@@ -230,7 +230,8 @@ class Signals:
     """Record the first SIGINT, SIGTERM or SIGHUP; a second SIGINT or SIGTERM kills the processes of `pids` at once."""
 
     def __init__(self, pids: Callable[[], list[int]]):
-        self.pids, self.received = pids, None
+        self.pids = pids
+        self.received: int | None = None
         self._terminals = [number for number in (1, 2) if os.isatty(number)]  # isatty is false once closed
         self._before: dict[int, Any] = {}
 

@@ -149,7 +149,7 @@ def write_awq(
     """
     ignore, compressor, fmt = base.unquantized_linears(), check_awq(python), format_of(base, "awq")
     with publish(final, overwrite) as partial:
-        request = {"model": str(merged.absolute()), "out": str(partial.absolute()), "ignore": ignore}
+        request: dict[str, Any] = {"model": str(merged.absolute()), "out": str(partial.absolute()), "ignore": ignore}
         request |= {"max_shard_size": SHARD, "sequences": calibration.sequences, "group": fmt.weight.block[1]}
         _run_worker(python, request)
         for file in partial.iterdir():
@@ -159,7 +159,7 @@ def write_awq(
                 shutil.copymode(merged / "config.json", file)  # it makes them readable only by their owner
         _check_stored(merged, partial, base.quantized)
         write_config(merged, partial, quantization_config(fmt, ignore))
-        facts = {"calibration": {**calibration.facts, "llmcompressor": compressor}}
+        facts: dict[str, Any] = {"calibration": {**calibration.facts, "llmcompressor": compressor}}
         facts |= {"retained_update": None, "no_retained_update": NO_SHARE, "verify": verify(partial)}
         return write_manifest(partial, "checkpoint", format=fmt.name, **manifest, **facts)
 

@@ -53,9 +53,26 @@ RECIPE = (
     "policy.init_adapter",
     "run.seed",
 )
-DATA = ("id", "config", "path", "train_split", "eval_split", "eval_path", "answer_format", "system_prompt")
+DATA: tuple[str, ...] = (
+    "id",
+    "config",
+    "path",
+    "train_split",
+    "eval_split",
+    "eval_path",
+    "answer_format",
+    "system_prompt",
+)
 DATA = (*DATA, "prompt_suffix", "chat_template_kwargs", "max_train_problems")
-METRICS = ("reward", "reward_std", "divergence", "kl", "entropy", "zero_spread_fraction", "truncated_fraction")
+METRICS: tuple[str, ...] = (
+    "reward",
+    "reward_std",
+    "divergence",
+    "kl",
+    "entropy",
+    "zero_spread_fraction",
+    "truncated_fraction",
+)
 METRICS += ("completion_length",)
 
 
@@ -261,8 +278,8 @@ def training(run: RunDir, manifest: dict) -> str:
         return f"{sum(values) / len(values):.4g}" if values else "–"
 
     first, end = rows[:WINDOW], rows[-WINDOW:]
-    head = ("metric, mean", f"steps {first[0]['step']} to {first[-1]['step']}")
-    head += (f"steps {end[0]['step']} to {end[-1]['step']}",)
+    start, finish = (f"steps {rows[0]['step']} to {rows[-1]['step']}" for rows in (first, end))
+    head = ("metric, mean", start, finish)
     shown = [key for key in METRICS if any(key in row for row in rows)]
     return table("## Training", head, [(key, mean(first, key), mean(end, key)) for key in shown])
 

@@ -7,6 +7,7 @@ the merge would fold them. Not covered: activations (formats that round them do 
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -113,8 +114,8 @@ def _in_format(
     reader: Reader,
 ) -> dict:
     value = reader(module, "base", before)
-    error = {"base": _relative_error(value, before), "grpo": None}
-    found = {"error": error, "snr": None, "retained": None, "control_error": None}
+    error: dict[str, float | None] = {"base": _relative_error(value, before), "grpo": None}
+    found: dict[str, Any] = {"error": error, "snr": None, "retained": None, "control_error": None}
     if delta is None:
         error["grpo"] = error["base"]
         return found

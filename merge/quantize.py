@@ -25,7 +25,7 @@ from merge.merge import Factors, Retained, write_config
 
 LEAST_RETAINED = 0.5  # least share of the update for NF4 to be written without --force
 # Layers that vLLM fuses into one. It keeps a single global scale for them, so theirs must be equal.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+FUSED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 FUSED += (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))  # linear attention of Qwen3.5
 CHUNK = 1 << 22  # weights compressed at once; packing FP4 takes 48 bytes for each
 Parts = dict[str, torch.Tensor]

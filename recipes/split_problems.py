@@ -41,7 +41,8 @@ def read(options: argparse.Namespace, path: str | None) -> list:
 
 def draw(grouped: list[list[int]], heldout: int, rng: random.Random) -> set[int]:
     """Indices of whole groups, drawn in random order, that add up to `heldout` problems or as many as fit."""
-    order, drawn = [*grouped], set()
+    order = [*grouped]
+    drawn: set[int] = set()
     rng.shuffle(order)
     for group in order:
         if len(drawn) + len(group) <= heldout:

@@ -71,7 +71,8 @@ def make_problems(count: int, heldout: bool, limit: int, rng: random.Random) -> 
             f"--limit {limit} allows {possible:,} {'held-out' if heldout else 'training'} problems, {count:,} were "
             f"asked for. Lower --{'heldout' if heldout else 'problems'}, or raise --limit."
         )
-    rows, seen = [], set()
+    rows: list[dict[str, str]] = []
+    seen = set()
     while len(rows) < count:
         a, b = rng.randrange(limit), rng.randrange(limit)
         if held_out(a, b) != heldout:

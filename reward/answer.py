@@ -196,7 +196,8 @@ def check_golds(golds: list[str], pool: WorkerPool | None = None) -> list[tuple[
     Plain numbers, words and formulas of `reward.formula` are read here; the rest is parsed by math-verify in the
     workers, each distinct text once. Starts no process if nothing is left to parse.
     """
-    found, left = [], {}
+    found: list[tuple[int, str]] = []
+    left: dict[str, list[int]] = {}  # indices by text
     for index, gold in enumerate(golds):
         if fault := exact.gold_fault(gold):
             found.append((index, fault))

@@ -8,7 +8,7 @@ Exit code 1 if an attempt is paid, a control is not, or the reward raises.
 import argparse
 import importlib
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,18 +54,19 @@ def suite(task: str) -> list[Case]:
     return sorted(cases, key=lambda case: case.category)
 
 
-def run(task: str, pool: WorkerPool, options: dict) -> tuple[list[Result], Counter[tuple[str, str]]]:
+def run(task: str, pool: WorkerPool, options: dict) -> tuple[list[Result], dict[tuple[str, str], float]]:
     """Results of a function's whole suite in order, and the seconds spent per category."""
     by_category = defaultdict(list)
     form = _form(task, options)
     for case in suite(task):
         if form is None or form in case.forms:
             by_category[case.category].append(case)
-    results, seconds = [], Counter()
+    results: list[Result] = []
+    seconds: dict[tuple[str, str], float] = {}
     for category, cases in by_category.items():
         started = time.perf_counter()
         results += _judged(task, cases, pool, options)
-        seconds[task, category] += time.perf_counter() - started
+        seconds[task, category] = time.perf_counter() - started
     return results, seconds
 
 
@@ -89,7 +90,7 @@ def _judged(task: str, cases: list[Case], pool: WorkerPool, options: dict) -> li
     return [Result(task, case, judgement) for case, judgement in zip(cases, found, strict=True)]
 
 
-def report(results: list[Result], seconds: Counter[tuple[str, str]]) -> str:
+def report(results: list[Result], seconds: dict[tuple[str, str], float]) -> str:
     """A table by function and category, followed by the failures."""
     lines = [
         f"{'reward':<15}{'category':<14}{'attempts':>9}{'paid':>6}{'undecided':>11}{'controls':>10}{'paid':>6}{'s':>7}"
@@ -135,7 +136,7 @@ def form_outweighs_answer(config: Path) -> str | None:
     """Error text if a configuration's form rewards together pay as much as the answer; None otherwise."""
     given = load_config(config).reward
     weights = given.weights or [1.0] * len(given.functions)
-    by_kind = Counter()
+    by_kind = {"answer": 0.0, "form": 0.0}
     for name, weight in zip(given.functions, weights, strict=True):
         by_kind["answer" if judges(name) else "form"] += 0.0 if name in PENALTIES else weight
     if by_kind["answer"] > by_kind["form"]:
@@ -187,7 +188,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.options and len(tasks) > 1:
         raise BadInput("--options are those of one task: name it with --task.")
     prepared = {task: _settings(arguments, task) for task in tasks}
-    results, seconds = [], Counter()
+    results: list[Result] = []
+    seconds: dict[tuple[str, str], float] = {}
     for task, (pool, options) in prepared.items():
         try:
             found, taken = run(task, pool, options)

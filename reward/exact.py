@@ -55,8 +55,8 @@ def _repeating(match: re.Match) -> str:
     whole, start, period = match.groups()
     if len(match[0]) > 100:
         return match[0]
-    value = int(whole + start + period or "0") - int(whole + start or "0")
-    value = Fraction(value, 10 ** len(start) * (10 ** len(period) - 1))
+    digits = int(whole + start + period or "0") - int(whole + start or "0")
+    value = Fraction(digits, 10 ** len(start) * (10 ** len(period) - 1))
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 

@@ -82,7 +82,8 @@ def is_formula(text: str) -> bool:
 def _tokens(text: str) -> list[tuple[str, str]]:
     text = _NAMED_TEXT.sub(r" \1 ", text)
     text = _BARE_FRACTION.sub(r"\\\1{\2}{\3}", text)
-    tokens, at, end = [], 0, len(text.rstrip())
+    tokens: list[tuple[str, str]] = []
+    at, end = 0, len(text.rstrip())
     while at < end:
         match = _TOKEN.match(text, at)
         if not match or len(tokens) >= MAX_TOKENS:

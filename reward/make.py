@@ -26,7 +26,8 @@ LARGEST_TARGET = 999
 
 def problems(count: int, sizes: list[int], largest: int, seed: int) -> Iterator[tuple[list[int], int, str]]:
     """Yield `count` solvable problems as (numbers, target, solution), no two with the same numbers."""
-    source, seen = random.Random(seed), set()
+    source = random.Random(seed)
+    seen: set[tuple[int, ...]] = set()
     for _ in range(count * 200):
         if len(seen) == count:
             return

@@ -171,7 +171,8 @@ class WorkerPool:
         return verdicts
 
     def _run(self, tasks: list[Task]) -> dict[Task, Verdict]:
-        waiting, decided = deque(tasks), {}
+        waiting = deque(tasks)
+        decided: dict[Task, Verdict] = {}
         try:
             while len(decided) < len(tasks):
                 self._feed(waiting)

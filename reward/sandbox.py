@@ -45,6 +45,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kit.core.errors import BadInput
 from reward.pool import process_wide
@@ -122,7 +123,11 @@ class _Server:
 
     def __init__(self, timeout_s: float, memory_mib: int, refused: Sequence[str]):
         self.scratch = Path(tempfile.gettempdir()) / f"code-sandbox-{os.getpid()}-{id(self):x}"
-        how = {"timeout_s": timeout_s, "wall_s": WALL_PER_CPU * timeout_s, "memory_bytes": memory_mib << 20}
+        how: dict[str, Any] = {
+            "timeout_s": timeout_s,
+            "wall_s": WALL_PER_CPU * timeout_s,
+            "memory_bytes": memory_mib << 20,
+        }
         how |= {"refused": list(refused), "scratch": str(self.scratch)}
         environment = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "PATH": "/usr/bin:/bin"}
         environment |= {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}

@@ -12,6 +12,7 @@ import decimal
 import fractions
 import itertools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 MAX_ITEMS = 200_000  # of one value, over all levels
@@ -20,12 +21,22 @@ _JSON_INT = 1 << 53
 
 _COLLECTIONS: dict[str, Any] = {"l": list, "t": tuple, "s": set, "fs": frozenset, "q": collections.deque}
 _DATES: dict[str, Any] = {"date": datetime.date, "datetime": datetime.datetime, "time": datetime.time}
-_EMPTY = (iter([]), iter(()), iter(set()), iter({}), iter(""), iter(range(0)), reversed([]), (_ for _ in ()))
+_EMPTY: tuple[Iterator, ...] = (
+    iter([]),
+    iter(()),
+    iter(set()),
+    iter({}),
+    iter(""),
+    iter(range(0)),
+    reversed([]),
+    (_ for _ in ()),
+)
 _ITERATORS = (
     *map(type, _EMPTY), map, filter, zip, enumerate, reversed, itertools.chain, itertools.islice, itertools.takewhile,
     itertools.accumulate, itertools.product, itertools.permutations, itertools.combinations,
 )  # fmt: skip
-_KEYS, _VALUES, _ITEMS = type({}.keys()), type({}.values()), type({}.items())
+_NOTHING: dict = {}
+_KEYS, _VALUES, _ITEMS = type(_NOTHING.keys()), type(_NOTHING.values()), type(_NOTHING.items())
 
 
 class NotPlain(Exception):

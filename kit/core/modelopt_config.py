@@ -48,9 +48,18 @@ PACKAGE = "modelopt.torch.quantization.config"
 LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
 LAYERS = 128  # layer indices that patterns are matched against
 # Quantizer attributes that are read below or do not affect the stored numbers; FIXED ones must have these values.
-FREE = ("enable", "num_bits", "axis", "block_sizes", "type", "effective_bits", "fake_quant", "pass_through_bwd")
+FREE: tuple[str, ...] = (
+    "enable",
+    "num_bits",
+    "axis",
+    "block_sizes",
+    "type",
+    "effective_bits",
+    "fake_quant",
+    "pass_through_bwd",
+)
 FREE += ("trt_high_precision_dtype",)
-FIXED = {"unsigned": False, "narrow_range": False, "bias": None, "rotate": False, "learn_amax": False}
+FIXED: dict[str, Any] = {"unsigned": False, "narrow_range": False, "bias": None, "rotate": False, "learn_amax": False}
 FIXED |= {"calibrator": "max", "backend": None}
 CONTENT_KEYS = ("quant_cfg", "algorithm", "metadata")
 ENTRY_KEYS = ("quantizer_name", "parent_class", "enable", "cfg")

@@ -27,7 +27,15 @@ LOCKS = Path("/proc/locks")
 DONE, FAILED, INTERRUPTED, KILLED = "done", "failed", "interrupted", "killed"
 LONGEST_ERROR = 2000  # characters
 # Files that are safe to lose: a new start writes them again, or they only record why a start failed.
-WORTHLESS = ("config.json", "base.json", "data.json", "metrics.jsonl", "ledger.jsonl", "completions", "not_finite")
+WORTHLESS: tuple[str, ...] = (
+    "config.json",
+    "base.json",
+    "data.json",
+    "metrics.jsonl",
+    "ledger.jsonl",
+    "completions",
+    "not_finite",
+)
 WORTHLESS += ("sync", END)
 # Servers that are already running, and launch.up, write here; another start appends.
 STAYS = (LOCK, REPLACED, "logs")

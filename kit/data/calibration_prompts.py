@@ -5,6 +5,7 @@ file; each row has a `text` that is used verbatim, a `prompt` (text, or chat mes
 `data`. A file that contains a held-out problem is refused. Everything is checked before any weight is loaded.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ def calibration_prompts(config: Config, messages: list[list[dict]], tokenizer: A
     problem.
     """
     policy = config.policy
+    prompts: Sequence[str | list[dict]]
     if policy.quant_calib_data == TRAIN:
         source, prompts = "the training split", messages
     else:

@@ -94,7 +94,9 @@ def read_problems(
         raise BadInput(f"unknown split {split!r}: use 'train' or 'eval'.")
     if data.answer_format not in ANSWER_FORMATS:
         raise BadInput(f"data.answer_format is {data.answer_format!r}: use one of {', '.join(ANSWER_FORMATS)}.")
-    report, problems, seen = LoadReport(), [], {}
+    report = LoadReport()
+    problems: list[Problem] = []
+    seen: dict[str, Problem] = {}  # by question
     columns_checked = False
     for row in _rows(data, split):
         report.rows += 1

@@ -119,7 +119,7 @@ def _attention_parts(shape: Shape, config: Config, padded: bool) -> list[Part]:
     hidden = narrow * bool({"q_proj", "k_proj", "v_proj"} & targets)  # an adapter keeps its input
     query = (2 + GATED_QUERY * shape.query_gate) * narrow + (normed if shape.qk_norm else 0)
     key = normed if shape.qk_norm else 0
-    kept = hidden * shape.hidden + query * shape.q_size + key * shape.kv_size
+    kept: float = hidden * shape.hidden + query * shape.q_size + key * shape.kv_size
     kept += _ranks(shape, config, {"q_proj", "k_proj", "v_proj", "o_proj"}, shape.attention_layers)
     products = 0.0
     if config.train.recompute == "selective":
@@ -157,7 +157,9 @@ def has_window(shape: Shape, config: Config) -> bool:
 def _linear_attention_part(shape: Shape, config: Config, linear: LinearAttention) -> Part:
     """The gated delta rule as transformers computes it in PyTorch, in float32 and in chunks of 64 tokens."""
     narrow, names = value_bytes(config), {one.name for one in linear.linears(shape.hidden)}
-    kept = narrow * shape.hidden * bool((names - {"out_proj"}) & set(shape.targeted(config.policy.target_modules)))
+    kept: float = (
+        narrow * shape.hidden * bool((names - {"out_proj"}) & set(shape.targeted(config.policy.target_modules)))
+    )
     queries = linear.value_heads * linear.key_dim  # repeated for every head of values
     kept += DELTA_QUERY * queries + DELTA_VALUE * linear.value_size + DELTA_HEAD * linear.value_heads
     kept += DELTA_MIXED * narrow * linear.mixed + 8 * queries * linear.value_dim / DELTA_CHUNK
@@ -172,7 +174,7 @@ def _mlp_part(shape: Shape, config: Config, width: int, layers: int) -> Part:
     narrow, liger = value_bytes(config), config.policy.kernels == "liger"
     targets = set(shape.targeted(config.policy.target_modules))
     # liger's SwiGLU recomputes silu(gate).
-    kept = narrow * bool({"gate_proj", "up_proj"} & targets) * shape.hidden
+    kept: float = narrow * bool({"gate_proj", "up_proj"} & targets) * shape.hidden
     kept += narrow * ((2 if liger else 3) + ("down_proj" in targets)) * width
     kept += _ranks(shape, config, {"gate_proj", "up_proj", "down_proj"}, layers)
     products = 0.0
@@ -186,7 +188,7 @@ def _experts_part(shape: Shape, config: Config, experts: Experts) -> Part:
     narrow, inner, rank = value_bytes(config), experts.intermediate, _padded_rank(config)
     # Rows by expert: gate and up, silu(gate), what the routing weights multiply; inputs if they have adapters.
     row = 3 * inner + shape.hidden + bool(rank) * (shape.hidden + inner) + 2 * rank
-    kept = experts.taken * (narrow * row + ROW_INDEX) + (4 + narrow) * experts.count
+    kept: float = experts.taken * (narrow * row + ROW_INDEX) + (4 + narrow) * experts.count
     products = 0.0
     if config.train.recompute == "selective":
         products = experts.taken * narrow * (2 * inner + shape.hidden)

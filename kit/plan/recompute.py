@@ -7,6 +7,7 @@ currently free), so all processes of a run come to the same answer.
 
 import dataclasses
 import os
+from typing import Literal
 
 from kit.core.config.schema import Config
 from kit.core.config.shared_gpu import replicas_beside_trainer
@@ -18,10 +19,15 @@ from kit.plan.shapes import config_shape
 from kit.plan.sizes import Facts, process_completions, with_keys
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
-CHOICES = [("none", 1.0), *((mode, fraction) for mode in ("selective", "full") for fraction in FRACTIONS)]
+Mode = Literal["none", "selective", "full"]
+CHOICES: list[tuple[Mode, float]] = [
+    ("none", 1.0),
+    *(("selective", fraction) for fraction in FRACTIONS),
+    *(("full", fraction) for fraction in FRACTIONS),
+]
 
 
-def least(shape: Shape, config: Config, card: Card, processes: int, replicas: int) -> tuple[str, float]:
+def least(shape: Shape, config: Config, card: Card, processes: int, replicas: int) -> tuple[Mode, float]:
     """Mode and fraction with the fewest expected seconds among those that fit; full if none does.
 
     `replicas` are on the trainer's card.

@@ -77,9 +77,15 @@ _SIZES = {
 # Not on the hub's cache here: sizes of Qwen3-30B-A3B are those of bench/experts_step.py; of Qwen3.5-9B the defaults of
 # transformers 5.17's class; of Gemma 3 and Qwen3.5-27B those of their published tables, which give the published
 # number of weights (tests/unit/test_plan_experts.py). Contexts are the published ones.
-_SIGLIP = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "patch_size": 14}
+_SIGLIP: Facts = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "patch_size": 14}
 _SIGLIP |= {"image_size": 896, "model_type": "siglip_vision_model"}
-_QWEN_VISION = {"hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "patch_size": 16, "spatial_merge_size": 2}
+_QWEN_VISION: Facts = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "depth": 27,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+}
 _QWEN_VISION |= {"temporal_patch_size": 2, "num_position_embeddings": 2304, "model_type": "qwen3_5_vision"}
 _PARTS: dict[str, Facts] = {
     "qwen3-30b-a3b": {"experts": Experts(128, 8, 768, layers=48)},
@@ -298,7 +304,7 @@ def _layer_kinds(facts: Facts) -> Counter[str]:
     """Layers by kind of attention; `layer_types`, or all windowed if the model has a window, or all full."""
     has_window = bool(facts.get("sliding_window")) and facts.get("use_sliding_window") is not False
     if kinds := facts.get("layer_types"):
-        found = Counter(kinds)
+        found: Counter[str] = Counter(kinds)
         if not has_window:
             found["full_attention"] += found.pop("sliding_attention", 0)
         return found

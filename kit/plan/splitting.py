@@ -52,7 +52,7 @@ def _shared_by_all(layout: Layout) -> Keys | None:
     if layout.count < 2 or layout.count % each or card.is_cpu:
         return None
     replicas, group = layout.count // each, config.rollout.group_size
-    keys = {"rollout.backend": "server", "rollout.server_urls": _urls(replicas), "train.gpus": everyone}
+    keys: Keys = {"rollout.backend": "server", "rollout.server_urls": _urls(replicas), "train.gpus": everyone}
     keys |= {"server.gpus": everyone, "server.sleep": False}
     keys |= in_turn(config)
     most = min(config.server.max_num_seqs, math.ceil(layout.completions / replicas))
@@ -93,7 +93,7 @@ def splits(layout: Layout) -> list[Split]:
     choices: list[Keys] = [own]
     for replicas in range(1, layout.count // each + (layout.count == 1)):
         first = layout.count - replicas * each
-        keys = {"rollout.backend": "server", "rollout.server_urls": _urls(replicas)}
+        keys: Keys = {"rollout.backend": "server", "rollout.server_urls": _urls(replicas)}
         keys |= {"server.gpus": [*range(first, layout.count)], "server.sleep": False}
         choices.append(keys | {"train.gpus": list(range(first))})
         if layout.count == 1:

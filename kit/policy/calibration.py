@@ -70,7 +70,9 @@ def calibrate(model: "PeftModel", batches: Iterable[Batch]) -> "dict[str, torch.
     quantizers = quantizers_of(model)
     if quantizers is None or not quantizers.fmt.needs_calibration:
         return {}
-    layers, peaks, now = quantized_layers(model), {}, {}
+    layers = quantized_layers(model)
+    peaks: dict[str, torch.Tensor] = {}
+    now: dict[str, torch.Tensor] = {}
 
     def watch(name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
         peak = inputs[0][now["real"]].abs().amax().float()

@@ -107,7 +107,7 @@ def keeping_weights(
         for layer in layers:
             layer.kept = {}
             if type(layer) is bnb.nn.Linear4bit:  # fused_linear.py's own classes check `kept` themselves
-                layer.forward = functools.partial(_forward, layer)
+                layer.__dict__["forward"] = functools.partial(_forward, layer)
         yield room
     finally:
         for one in experts:

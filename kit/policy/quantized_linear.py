@@ -206,6 +206,7 @@ class _QuantizedLinear(torch.autograd.Function):
         down, up, first = factors[::2], factors[1::2], products[0]
         with torch.autocast(x.device.type, enabled=False):
             rows, outputs = x.reshape(-1, x.shape[-1]).to(dtype), []
+            kept: tuple[torch.Tensor, ...]
             if all(product.has_fp8_product(rows) for product in products):
                 kept = stored_weight.quantize_rows(rows)
                 ys = [p.fp8_forward(kept, a, b, scaling, dtype) for p, a, b in zip(products, down, up, strict=True)]

@@ -321,7 +321,7 @@ class _KeepAlive(HTTPAdapter):
         super().init_poolmanager(*arguments, **kwargs, socket_options=options)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Innermost cause of an error: requests wraps urllib3, which wraps the socket's own error."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner

@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Callable
 
 from kit.core.config.schema import Config
-from kit.policy.kept_weights import keeping_weights
+from kit.policy.kept_weights import Room, keeping_weights
 from kit.rollout.noise import facts, noise_of, noisy
-from kit.rollout.policy_view import Report, Rollouts
+from kit.rollout.policy_view import PolicyView, Report, Rollouts
 from kit.train.trained_policy import TrainedPolicy
 
 # Token ids of prompts, completions a prompt -> token ids of completions
@@ -16,17 +16,20 @@ Generate = Callable[[list[list[int]], int], list[list[int]]]
 class OwnSampler:
     """A `Sampler` of the trained policy itself; `rows` prompts are generated for at once."""
 
-    def __init__(self, config: Config, generate: Generate, rows: int, say: Callable[[str], None] | None):
-        self.config, self._generate, self.rows, self._say = config, generate, max(1, rows), say
+    def __init__(
+        self, config: Config, own: TrainedPolicy, generate: Generate, rows: int, say: Callable[[str], None] | None
+    ):
+        self.config, self.own, self._generate, self.rows, self._say = config, own, generate, max(1, rows), say
         self._is_kept: bool | None = None  # what was printed of rollout.keep_weights
 
-    def generate(self, policy: TrainedPolicy, prompt_ids: list[list[int]], group: int | None = None) -> Rollouts:
+    def generate(self, policy: PolicyView, prompt_ids: list[list[int]], group: int | None = None) -> Rollouts:
         """Complete prompts with the adapter's version of this moment, with the noise of that version."""
         rollout, noise, made = self.config.rollout, noise_of(self.config, policy.version), []
         tokens = rollout.max_prompt_length + rollout.max_completion_length
         train = self.config.train
         rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
-        model, kept = policy.unwrapped, contextlib.nullcontext()
+        model = self.own.unwrapped
+        kept: contextlib.AbstractContextManager[Room | None] = contextlib.nullcontext()
         if not policy.is_split:
             kept = keeping_weights(model, rollout.keep_weights, rows, tokens)
         with kept as room, noisy(model, noise):

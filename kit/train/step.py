@@ -167,7 +167,7 @@ class PolicyStep:
     def score(self, model: torch.nn.Module, rows: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies (b, C) of the rows' completions, with the adapter's dropout on: the same masks at
         every update with these rows."""
-        dropping = contextlib.nullcontext()
+        dropping: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.dropouts:
             dropping = seeded(seed_of(rows), self.accelerator.device)
         with dropping:

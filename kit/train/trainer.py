@@ -290,7 +290,8 @@ class PolicyTrainer(GRPOTrainer):
         self.figures = StepFigures(self.accelerator.device)
         self.policy_step = self._make_step(loss)
         self._lookahead = Lookahead()
-        self._unknown, self._unknown_before = {}, {}  # the latter: before a resume, in the main process
+        self._unknown: dict[str, dict[str, int]] = {}  # by reward function and reason
+        self._unknown_before: dict[str, dict[str, int]] = {}  # before a resume, in the main process
         self._sampled: Sampled | None = None
 
     def _own_sampler(self) -> OwnSampler:
@@ -298,7 +299,7 @@ class PolicyTrainer(GRPOTrainer):
             return self._generate_single_turn(prompt_ids, None, {}, group)[0]
 
         rows = self.args.generation_batch_size // self.accelerator.num_processes
-        return OwnSampler(self.config, generate, rows, self.recorder.say if self.recorder else None)
+        return OwnSampler(self.config, self.policy, generate, rows, self.recorder.say if self.recorder else None)
 
     def _make_step(self, loss: LossFunction | None) -> PolicyStep:
         settings = loss_settings(self.args, self.config)

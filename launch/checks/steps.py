@@ -73,7 +73,7 @@ def torch_devices() -> dict:
         device = torch.device("cuda", index)
         capability = torch.cuda.get_device_capability(index)
         a, b = left.to(device), right.to(device)
-        errors = {"bf16": _error((a.bfloat16() @ b.bfloat16().T), exact)}
+        errors: dict[str, float | str] = {"bf16": _error((a.bfloat16() @ b.bfloat16().T), exact)}
         if capability >= (8, 9):
             one = torch.ones((), device=device)
             kind = torch.float8_e4m3fn

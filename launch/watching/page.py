@@ -35,7 +35,7 @@ TRENDS = {
     "step seconds": "seconds.step",
 }
 # Curves that not every run has: shown once they have a value, `clip_fraction` once it is nonzero.
-OPTIONAL = ("heldout_accuracy", "divergence", "sampler_k3", "effective_sample_size", "clip_fraction")
+OPTIONAL: tuple[str, ...] = ("heldout_accuracy", "divergence", "sampler_k3", "effective_sample_size", "clip_fraction")
 OPTIONAL += ("quant_clip_fraction", "quant_peak_ratio")
 SHARES = {"zero_spread_fraction", "clip_fraction", "truncated_fraction", "heldout_accuracy"}
 SHARE_TOP = 0.2  # minimum share represented by the highest block

@@ -237,9 +237,10 @@ def compare_panel(axes: Axes, runs: Sequence[RunDir], logs: Sequence[MetricsLog]
     drawn = []
     for place, (name, log) in enumerate(zip(names(runs), logs, strict=True)):
         measured = points(log.rows, key)
-        steps, values = zip(*measured, strict=True) if measured else ((), ())
+        steps, values = [step for step, _ in measured], [value for _, value in measured]
         is_sparse = key == "heldout_accuracy"
-        values = list(values) if is_sparse else smooth(values, smoothing(key))
+        if not is_sparse:
+            values = smooth(values, smoothing(key))
         look = {"color": COLORS[place % len(COLORS)], "linestyle": ("-", "--", ":")[place // len(COLORS) % 3]}
         axes.plot(steps, values, linewidth=1.6, label=name, marker="o" if is_sparse else None, markersize=3, **look)
         drawn.append(values)

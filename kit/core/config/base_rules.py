@@ -11,7 +11,8 @@ CALLED = {"nf4": "NF4", "fp8": "FP8", "none": "unquantized"}
 
 def faults(config: Config, sharded: str | None) -> list[str]:
     """Settings that conflict with a base that is not in NF4. `sharded` is `sharding_rules.announced()`."""
-    policy, found = config.policy, []
+    found: list[str] = []
+    policy = config.policy
     kind = policy.quantization
     if kind == "nf4":
         return found

@@ -237,7 +237,7 @@ def _micro_batches(config: Config) -> list[str]:
 
 def _compute(config: Config) -> list[str]:
     policy, found = config.policy, []
-    key, value, off = "policy.compute", policy.compute, "plain"
+    key, value, off = "policy.compute", str(policy.compute), "plain"
     if policy.quant_cfg is not None:
         key, value, off = "policy.quant_cfg", policy.quant_cfg, "null"
         if policy.compute != "plain":

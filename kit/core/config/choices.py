@@ -17,5 +17,5 @@ OPTIMIZERS = (
     *("apollo_adamw", "apollo_adamw_layerwise", "stable_adamw"),
 )
 # Reward functions in reward/.
-REWARDS = ("math", "gsm8k_strict", "gsm8k_lenient", "code", "countdown", "arithmetic")
+REWARDS: tuple[str, ...] = ("math", "gsm8k_strict", "gsm8k_lenient", "code", "countdown", "arithmetic")
 REWARDS += ("boxed_format", "think_format", "length", "repetition", "language")

@@ -6,6 +6,7 @@ Imports no torch.
 import os
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from kit.core.config import sharding_rules
 from kit.core.config.schema import Config
@@ -18,7 +19,7 @@ UNUSED = ("train.scale_rewards", "train.epsilon", "train.epsilon_high", "rollout
 
 def settled(config: Config) -> Config:
     """A copy with the keys of GRPO's loss set for a distillation (`SET`)."""
-    changed = {"train": {}, "rollout": {}}
+    changed: dict[str, dict[str, Any]] = {"train": {}, "rollout": {}}
     for key, value in SET.items():
         group, name = key.split(".")
         changed[group][name] = value

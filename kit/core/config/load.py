@@ -7,6 +7,7 @@ an error that names the key, its source and the nearest valid key. Checks across
 import argparse
 import dataclasses
 import typing
+from collections.abc import Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def config_from_dict(values: dict, where: str = "config") -> Config:
     return config
 
 
-def load_config(path: str | Path | None, overrides: list[str] = (), flags: tuple[str, ...] = FLAGS) -> Config:
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), flags: tuple[str, ...] = FLAGS) -> Config:
     """The configuration of a YAML file with command-line overrides (`--group.key value` or `--group.key=value`)."""
     values: dict = {}
     if path is not None:
@@ -60,7 +61,7 @@ def load_config(path: str | Path | None, overrides: list[str] = (), flags: tuple
     return resolve(values, overrides, str(path or "defaults"), flags)
 
 
-def resolve(values: dict, overrides: list[str], where: str, flags: tuple[str, ...] = FLAGS) -> Config:
+def resolve(values: dict, overrides: Sequence[str], where: str, flags: tuple[str, ...] = FLAGS) -> Config:
     """The checked configuration of nested dictionaries with command-line overrides; `where` names their source."""
     for key, value in _split_overrides(list(overrides), flags):
         *groups, leaf = key.split(".")
@@ -95,7 +96,8 @@ def parse_command(description: str, arguments: list[str] | None = None) -> tuple
 
 def leaves(kind: Any = Config, prefix: str = "") -> dict[str, tuple[Any, dataclasses.Field]]:
     """Every key below a group, with its type and its field."""
-    found, hints = {}, typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
+    found: dict[str, tuple[Any, dataclasses.Field]] = {}
     for item in dataclasses.fields(kind):
         key, hint = f"{prefix}{item.name}", hints[item.name]
         found |= leaves(hint, f"{key}.") if dataclasses.is_dataclass(hint) else {key: (hint, item)}

@@ -5,7 +5,8 @@ from kit.core.config.schema import Config
 
 def noise_faults(config: Config, sharding: str | None) -> list[str]:
     """Settings that conflict with the noise. `sharding` is what splits the base over processes."""
-    policy, found = config.policy, []
+    found: list[str] = []
+    policy = config.policy
     start, end, stages = policy.quant_noise_start, policy.quant_noise_end, policy.quant_noise_stages
     if not start and not end:
         return found
@@ -31,7 +32,8 @@ def noise_faults(config: Config, sharding: str | None) -> list[str]:
 
 def overlap_faults(config: Config) -> list[str]:
     """Settings that conflict with `rollout.overlap`; empty if it is off."""
-    rollout, found = config.rollout, []
+    found: list[str] = []
+    rollout = config.rollout
     if not rollout.overlap:
         return found
     if rollout.backend != "server":

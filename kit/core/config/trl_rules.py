@@ -31,7 +31,12 @@ INSTEAD = {
     "use_liger_kernel": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
 }
 # Fields that put generation out of step with the optimizer, or leave state out of the checkpoints.
-INEXACT_ON_RESUME = ("use_adaptive_entropy", "steps_per_generation", "generation_batch_size", "ignore_data_skip")
+INEXACT_ON_RESUME: tuple[str, ...] = (
+    "use_adaptive_entropy",
+    "steps_per_generation",
+    "generation_batch_size",
+    "ignore_data_skip",
+)
 INEXACT_ON_RESUME += ("save_only_model",)
 # Fields that split the base over processes.
 SHARDING_FIELDS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
