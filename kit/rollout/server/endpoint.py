@@ -395,7 +395,7 @@ def sampling_params(**options: Any) -> SamplingParams:
 def sample(output: CompletionOutput, has_experts: bool = False) -> dict:
     """Encode one completion for the wire, with the experts that it took if they are asked for."""
     count = len(output.token_ids)
-    found = {
+    found: dict[str, Any] = {
         "token_ids": encode_ids(output.token_ids),
         "logprobs": encode_floats(flat_floats(output.logprobs, count, 0)),
         "finish_reason": output.finish_reason,

@@ -55,7 +55,7 @@ def _of_layer(name: str, layer: Any) -> list[Linear]:
         raise ValueError(f"{name}: it holds {len(places)} of {experts} experts, {wanted} were expected")
     rank, whole = moe.tp_rank, inner * moe.tp_size
     gate, up, down = (getattr(layer, f"ckpt_{one}_proj_name") for one in ("gate", "up", "down"))
-    parts = {"gate_up_proj": [], "down_proj": []}
+    parts: dict[str, list[Part]] = {"gate_up_proj": [], "down_proj": []}
     for place, expert in enumerate(places):
         for number, projection in enumerate((gate, up)):
             row = (2 * place + number) * inner
