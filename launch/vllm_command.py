@@ -25,6 +25,7 @@ from kit.core.run_directory import RunDir, base_directory, read_json, read_manif
 from kit.rollout.protocol import QUANT_CFG
 from kit.rollout.server.base_copy import copy_bytes, has_copy
 from kit.rollout.server.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE
+from kit.weights.wrapped import LANGUAGE
 
 ROOT = Path(__file__).parents[1]
 CPU_WEIGHTS = ("fp8_per_channel", "bf16")
@@ -43,6 +44,7 @@ OWN_FLAGS = {
     "gpu_memory_utilization": "server.gpu_memory_utilization",
     "kv_cache_memory_bytes": "server.kv_cache_gib",
     "enable_sleep_mode": "server.sleep",
+    "language_model_only": "server.base",
     "enable_lora": "rollout.sync",
     "max_lora_rank": "policy.lora_rank",
     "max_loras": "rollout.sync",
@@ -272,6 +274,8 @@ def _options(config: Config, vllm: Installed) -> Options:
             options["quantization_config"] = {"ignore": routers}
     if rollout.routing != "own":
         options["enable_return_routed_experts"] = True
+    if _wrapper(config):
+        options["language_model_only"] = True  # rollouts are text: neither load nor profile the vision part
     if server.enforce_eager:
         options["enforce_eager"] = True
     if server.sleep:
@@ -336,6 +340,13 @@ def _memory(config: Config, vllm: Installed, card_gib: float | None, faults: lis
     return {"gpu_memory_utilization": share}
 
 
+def _wrapper(config: Config) -> str | None:
+    """model_type of the base, if it wraps its language model in other parts; None if not or not written yet."""
+    file = base_directory(config) / "config.json"
+    kind = read_json(file).get("model_type") if file.is_file() else None
+    return kind if kind in LANGUAGE else None
+
+
 def _targets(config: Config) -> list[str]:
     """Last name components of the layers that get an adapter, as far as the configuration or base directory tells.
 
@@ -382,6 +393,16 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
         found.append(
             "server.sleep with server.nf4_copy gpu leaves the base's copy on the card while the server sleeps: vLLM "
             "moves its own weights only. Set server.nf4_copy to host."
+        )
+    if (kind := _wrapper(config)) and config.rollout.sync == "adapter":
+        found.append(
+            f"rollout.sync is adapter and the base wraps its language model ({kind}): vLLM names the layers otherwise "
+            "and would serve the base without the adapter. Set rollout.sync to remerge."
+        )
+    if kind == "qwen3_5" and server.tensor_parallel > 1:
+        found.append(
+            "server.tensor_parallel above 1 splits a layer that is one in the trainer (in_proj_qkv of qwen3_5), which "
+            "remerge does not cover. Set it to 1, with a replica per GPU."
         )
     if server.kv_cache_gib is not None and server.kv_cache_gib <= 0:
         found.append(f"server.kv_cache_gib ({server.kv_cache_gib}) must be above 0. Leave it out to fill the share.")

@@ -243,7 +243,13 @@ def ignored_modules(base: BaseCheckpoint, fmt: QuantFormat) -> list[str]:
 
 
 def check_shapes(base: BaseCheckpoint, name: str) -> None:
-    """Raise `BadInput` if a layer's shape does not fit the format; reads only headers."""
+    """Raise `BadInput` if a layer's shape does not fit the format, or the format cannot be made of a wrapped language
+    model; reads only headers."""
+    if FORMATS[name].needs_llmcompressor and (kind := wrapper_of(base.config)):
+        raise BadInput(
+            f"{name}: llm-compressor was not tried on a language model inside a {kind} checkpoint. Leave {name} out; "
+            "w4a16 has the same layout."
+        )
     if fault := shape_fault(FORMATS[name], {weight: base.shape(weight) for weight in sorted(base.quantized)}):
         raise BadInput(f"{name} {fault}. Leave {name} out; fp8 has no such limit.")
 

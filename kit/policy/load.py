@@ -46,7 +46,8 @@ def check_base(config: Config) -> "PreTrainedConfig":
     `BadInput` if the model is missing, already quantized or a mixture of experts that cannot be trained with this
     configuration; if transformers cannot build it with `model.attn_implementation`; if a name in
     `policy.target_modules` is not a linear layer of it (peft would silently adapt only the others); if no layer of it
-    would get an adapter; or if its files lack some of its tensors or name them differently.
+    would get an adapter; if a server could not serve its adapter; or if its files lack some of its tensors or name
+    them differently.
     """
     config.model.check_path()
     facts = unquantized_config(config.model.source, config.model.revision)
@@ -56,6 +57,11 @@ def check_base(config: Config) -> "PreTrainedConfig":
             f"{config.model.source} ({facts.model_type}) has no linear layer that could get an adapter: its products "
             "are made by layers of another kind (GPT-2's Conv1D), which merge and the servers do not know. Take "
             "another model."
+        )
+    if wrapper_of(facts) and config.rollout.backend == "server" and config.rollout.sync == "adapter":
+        raise BadInput(
+            f"rollout.sync is adapter and {config.model.source} wraps its language model ({wrapper_of(facts)}): vLLM "
+            "names the layers otherwise and would serve the base without the adapter. Set rollout.sync to remerge."
         )
     check_complete(config.model.source, facts)
     check_names(config.model.source, facts)

@@ -405,6 +405,17 @@ def test_the_layers_that_an_adapter_may_target_are_those_of_the_checkpoint():
     ]
 
 
+def test_layers_inside_a_vision_language_model_have_the_names_of_the_language_model(base):
+    alone, worker = Worker(), Worker()
+    whole = nn.Module()
+    whole.language_model, whole.vision_tower = worker.model_runner.model, Worker().model_runner.model
+    worker.model_runner = SimpleNamespace(model=whole)
+    assert worker.remerge_describe()["modules"] == alone.remerge_describe()["modules"]
+    for one in (worker, alone):
+        assert "error" not in one.remerge_setup(str(base), "gpu")
+    assert worker.remerge_noise(0.1, 1) == alone.remerge_noise(0.1, 1)
+
+
 @pytest.mark.parametrize("name", ["nvfp4a16", "w4a16", "fp8_static"])
 def test_with_a_format_base_and_adapter_are_served_as_the_export_holds_them(base, tmp_path, name):
     worker = Worker(quant_cfg=name)

@@ -542,3 +542,16 @@ def test_routers_stay_unquantized_and_experts_are_returned_where_they_are_asked_
         load_config(CONFIG, [keys[0], keys[1], "--server.weights=bf16"]), Installed("0.31.0", False)
     )
     assert "quantization_config" not in plain and "enable_return_routed_experts" not in plain
+
+
+def test_of_a_vision_language_base_only_the_language_model_is_served(tmp_path):
+    base = {"server": {"base": str(tmp_path)}}
+    write_json(tmp_path / "config.json", {"model_type": "qwen3"})
+    assert "--language-model-only" not in only(plans(config(**base), CPU, None))
+    write_json(tmp_path / "config.json", {"model_type": "qwen3_vl"})
+    assert "--language-model-only" in only(plans(config(**base), CPU, None))
+    with pytest.raises(BadInput, match=r"wraps its language model \(qwen3_vl\).*Set rollout.sync to remerge"):
+        plans(config(**base, rollout=ADAPTER), CPU, None)
+    write_json(tmp_path / "config.json", {"model_type": "qwen3_5"})
+    with pytest.raises(BadInput, match="in_proj_qkv of qwen3_5"):
+        plans(config(server=base["server"] | {"tensor_parallel": 2}), CUDA, ["0", "1"])

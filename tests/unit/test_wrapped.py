@@ -18,7 +18,7 @@ from kit.weights.model_files import check_complete, check_names, unquantized_con
 from kit.weights.wrapped import LANGUAGE, language_name, loading
 from kit.weights.write_base import Original, write_base
 from merge.merge import read_adapter, write_bf16
-from merge.quantize import quantize_checkpoint
+from merge.quantize import check_shapes, quantize_checkpoint
 from merge.verify import BF16_KL_BOUND, base_checkpoint, compare, load_for_scoring, load_policy, log_probs
 from tests.unit.merge_fixture import make_run, read_all, shared_folder
 from tests.unit.wrapped_models import FAMILIES, load_whole, make_wrapped
@@ -259,3 +259,19 @@ def test_merge_checkpoint_in_fp8_dequantizes_to_the_whole_model(tmp_path):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in base.carried)
     assert load_frozen(tmp_path / "bf16", "none").config.wrapper == "qwen3_vl"
+
+
+def test_an_adapter_that_vllm_could_not_name_is_refused_before_training():
+    from kit.core.config.load import load_config
+    from kit.policy.load import check_base
+    from tests.conftest import CONFIG
+
+    changes = {"model.path": wrapped("gemma3"), "rollout.backend": "server", "rollout.sync": "adapter"}
+    words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+    with pytest.raises(BadInput, match=r"wraps its language model \(gemma3\).*Set rollout.sync to remerge"):
+        check_base(load_config(CONFIG, words))
+
+
+def test_awq_of_a_wrapped_model_is_refused_by_name():
+    with pytest.raises(BadInput, match=r"awq: llm-compressor was not tried .* gemma3"):
+        check_shapes(base_checkpoint(run_of("gemma3")), "awq")

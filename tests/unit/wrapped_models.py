@@ -50,7 +50,9 @@ WHOLE_VISION = {"mistral3": VISION, "ministral3": VISION, "qwen2_vl": {"hidden_s
 WHOLE_VISION["qwen2_vl"] |= {"temporal_patch_size": 2}
 
 
-def make_wrapped(folder: Path, family: str, seed: int = 0, spread: float = 0.08, dtype=torch.bfloat16) -> Path:
+def make_wrapped(
+    folder: Path, family: str, seed: int = 0, spread: float = 0.08, dtype=torch.bfloat16, **text_keys: Any
+) -> Path:
     """A random checkpoint of `family` (weights of standard deviation `spread`) in two shards, as transformers saves
     it, with a byte-level tokenizer and a file of its image processor."""
     from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
@@ -62,7 +64,7 @@ def make_wrapped(folder: Path, family: str, seed: int = 0, spread: float = 0.08,
     own = {"mm_tokens_per_image": 4} if kind == "gemma3" else {"audio_config": None} if kind == "gemma4" else {}
     config = AutoConfig.for_model(
         kind,
-        text_config=TEXT | special | text,
+        text_config=TEXT | special | text | text_keys,
         vision_config=WHOLE_VISION.get(family, {}) | vision,
         tie_word_embeddings=tied,
         **own,

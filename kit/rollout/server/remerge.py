@@ -174,7 +174,7 @@ class Remerge:
             return {"error": "remerge_setup was not called"}
         try:
             with torch.inference_mode():
-                state.norms = state.norms or NoisyNorms(self.model_runner.model)
+                state.norms = state.norms or NoisyNorms(language_model(self.model_runner.model))
                 state.norms.set(Noise(sigma, seed))
         except Exception as error:
             return {"error": f"noise on the norms failed: {type(error).__name__}: {error}"}
@@ -193,8 +193,16 @@ def find_layers(model: "torch.nn.Module") -> list[Linear]:
     return find_linears(model) + expert_layers.find_experts(model)
 
 
+def language_model(model: "torch.nn.Module") -> "torch.nn.Module":
+    """The language model inside a vLLM model with other parts; else `model`."""
+    return getattr(model, "language_model", model)
+
+
 def find_linears(model: "torch.nn.Module") -> list[Linear]:
-    """Find a worker's linear layers and, for each, the Hugging Face layers that it consists of."""
+    """Find a worker's linear layers and, for each, the Hugging Face layers that it consists of.
+
+    Of a model with other parts (a vision tower), those of the language model, by the names that it has alone.
+    """
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
         LinearBase,
@@ -202,6 +210,7 @@ def find_linears(model: "torch.nn.Module") -> list[Linear]:
         RowParallelLinear,
     )
 
+    model = language_model(model)
     fused = getattr(model, "packed_modules_mapping", {})
     found = []
     for name, layer in model.named_modules():
@@ -213,6 +222,8 @@ def find_linears(model: "torch.nn.Module") -> list[Linear]:
         columns = getattr(layer, "input_size_per_partition", layer.input_size)
         first_in = layer.tp_rank * columns if isinstance(layer, RowParallelLinear) else 0
         widths = getattr(layer, "output_partition_sizes", [layer.output_size])
+        if leaf == "in_proj_qkvz" and len(leaves) == 2 and layer.tp_size == 1:  # Qwen3.5: q, k and v are one layer
+            widths = [sum(widths[:-1]), widths[-1]]
         if len(widths) != len(leaves):
             continue
         parts, row = [], 0
