@@ -88,6 +88,8 @@ def speed(llm: Any) -> float:
     prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 5000 + 3 for j in range(256)]} for i in range(256)]
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
+    if (experts := outputs[0].outputs[0].routed_experts) is not None:
+        print(f"experts {experts.shape} {experts.dtype} of 256 + 256 tokens", flush=True)
     return sum(len(one.outputs[0].token_ids) for one in outputs) / (time.perf_counter() - started)
 
 
@@ -123,6 +125,7 @@ def main() -> None:
         )
         speed(llm)
         found: dict[str, Any] = {"tok_s_before": [speed(llm) for _ in range(ROUNDS)]}
+        print(found, flush=True)
         found |= llm.collective_rpc("random_copy")[0]
         linears = llm.apply_model(find_layers)[0]
         linears = [one for one in linears if not one.name.endswith("mlp.gate")]
