@@ -13,16 +13,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "KIT_TESTS_RUN_IN"
 CHECKOUT = "KIT_TESTS_CHECKOUT"
+WAIT_FOR = "KIT_TESTS_WAIT_FOR"  # id of a process that still makes side environments
 SIDE_ENVIRONMENTS = (".venv-llmcompressor", ".venv-lm_eval", ".venv-verl", ".venv-modelopt")
 # The machine's own: where programs and libraries are, the terminal, temporary files, whether this is CI.
 KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TERM", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "TMPDIR", "CI", "USER")
-KEPT += ("GRPO_KIT_DATA", "GRPO_KIT_CACHE", "PYTEST_ADDOPTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
+KEPT += ("GRPO_KIT_DATA", "GRPO_KIT_CACHE", "PYTEST_ADDOPTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD", WAIT_FOR)
 SET = {
     # Before the first import of torch: on two cores more threads only wait for each other.
     "OMP_NUM_THREADS": "1",
@@ -68,13 +70,21 @@ def is_owner(folder: Path) -> bool:
     return folder.name.startswith(f"kit-tests-{os.getpid()}-")
 
 
+def being_made() -> bool:
+    """Whether the process that makes the side environments is still at work."""
+    import psutil
+
+    pid = int(os.environ.get(WAIT_FOR) or 0)
+    return bool(pid) and psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
 def make_copy(root: Path, folder: Path) -> None:
     """Copy the files of `root` to `folder`, link its side environments, and commit the files when git is there."""
     for name in tracked_files(root):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / name, folder / name)
     for name in SIDE_ENVIRONMENTS:
-        if (root / name / ".installed").is_file():  # else make was interrupted
+        if (root / name / ".installed").is_file() or being_made():  # else make was interrupted
             (folder / name).symlink_to((root / name).resolve())
     if shutil.which("git"):
         git = ["git", "-C", str(folder), "-c", "user.name=tests", "-c", "user.email=tests@localhost"]
@@ -126,14 +136,22 @@ def enter(arguments: tuple[str, ...], files: list[str], here: Path, outputs: lis
     os.execve(sys.executable, command, environment(os.environ, ROOT, copy))
 
 
+def has_environment(name: str) -> bool:
+    """Whether `.venv-<name>` is whole; waits for the process that makes it."""
+    whole = ROOT / f".venv-{name}" / ".installed"
+    while being_made() and not whole.is_file():
+        time.sleep(0.2)
+    return whole.is_file()
+
+
 def side_environment(name: str) -> Path:
     """`.venv-<name>`. Without it the test is skipped; in CI, which makes them all, it fails."""
     import pytest
 
-    if not (folder := ROOT / f".venv-{name}").is_dir():
+    if not has_environment(name):
         missing = f"needs .venv-{name}: make {name}"
         pytest.fail(f"{missing}; CI leaves no test out") if os.environ.get("CI") else pytest.skip(missing)
-    return folder
+    return ROOT / f".venv-{name}"
 
 
 def leave() -> None:

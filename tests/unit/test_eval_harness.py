@@ -16,6 +16,7 @@ from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import MANIFEST, RunDir, read_json
 from kit.data.problems import Problem
+from tests import sandbox
 
 RECORDED = Path(__file__).parent / "recorded"
 IDS = ["2b6dd2d24055888b", "48c10f8b4c462246", "7b64cc868f5ed200", "18b3ef76ae1511fa", "5f102698ed7ce111"]
@@ -223,6 +224,7 @@ def test_the_tasks_of_the_harness_are_its_own_gsm8k_and_ours():
     found = {file.stem: yaml.load(file.read_text(), Loader) for file in folder.glob("*.yaml")}
     assert {name: task["task"] for name, task in found.items()} == {name: name for name in harness.TASKS}
     assert found["kit_gsm8k"]["num_fewshot"] == harness.SHOTS
+    sandbox.has_environment("lm_eval")  # waits for it
     own = harness.INSTALLED.parents[1].glob("lib/python*/site-packages/lm_eval/tasks/gsm8k/gsm8k.yaml")
     for file in own:  # where the harness is installed, its protocol is the one that is copied here
         theirs = yaml.load(file.read_text(), Loader)

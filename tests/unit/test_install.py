@@ -165,30 +165,56 @@ def cuda_pins() -> str:
     return "".join((ROOT / f"requirements{name}.txt").read_text() for name in ("", "-cuda"))
 
 
+class Continuous:
+    """`.ci/run` with a stand-in for make. A call: the value of CI, `waits` if there are environments to wait for, and
+    the targets."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        (path / ".ci").mkdir()
+        shutil.copy(ROOT / ".ci/run", path / ".ci")
+        make = path / "make"
+        make.write_text(
+            '#!/bin/sh\necho "$CI ${KIT_TESTS_WAIT_FOR:+waits} $*" >> made.txt\n'
+            'case "$*" in *"$FAILS"*) echo "said by $FAILS"; exit 3 ;; esac\n'
+        )
+        make.chmod(0o755)
+
+    def run(self, fails: str = "nothing") -> subprocess.CompletedProcess:
+        variables = {**os.environ, "PATH": f"{self.path}:{os.environ['PATH']}", "FAILS": fails}
+        for name in ("CI", sandbox.WAIT_FOR):
+            variables.pop(name, None)
+        return processes.run([self.path / ".ci/run"], cwd="/", env=variables)
+
+    @property
+    def calls(self) -> list[str]:
+        return (self.path / "made.txt").read_text().splitlines()
+
+
 @pytest.fixture
-def ci(tmp_path) -> list[tuple[list[str], str]]:
-    """What `.ci/run` asks of make, each with the value of CI that it sees."""
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
-    make = tmp_path / "make"
-    make.write_text('#!/bin/sh\necho "$CI $*" >> made.txt\n')
-    make.chmod(0o755)
-    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    variables.pop("CI", None)
-    assert processes.run([tmp_path / ".ci/run"], cwd="/", env=variables).returncode == 0
-    calls = [line.split() for line in (tmp_path / "made.txt").read_text().splitlines()]
-    return [(words, given) for given, *words in calls]
+def ci(tmp_path) -> Continuous:
+    return Continuous(tmp_path)
 
 
-def test_ci_runs_the_tests_once_with_the_files_of_the_quickstart_and_every_environment(ci):
-    assert {given for _, given in ci} == {"true"}, "so a test whose environment is missing fails"
-    targets = [words for words, _ in ci]
-    assert targets[-1] == ["test-all"]
-    before = {word for words in targets[:-1] for word in words}
-    assert not {word for word in before if word.startswith("test")}
-    assert before >= {"quickstart", *(name.removeprefix(".venv-") for name in sandbox.SIDE_ENVIRONMENTS)}
+def test_ci_runs_the_tests_once_beside_the_quickstart_and_waiting_for_every_environment(ci):
+    assert ci.run().returncode == 0
+    calls = [line.split() for line in ci.calls]
+    assert {given for given, *_ in calls} == {"true"}, "so a test whose environment is missing fails"
+    assert calls[0] == ["true", "install"]
+    assert [words for words in calls if "test" in " ".join(words)] == [["true", "waits", "test-all"]]
+    asked = {word for _, *words in calls for word in words}
+    assert asked == {"install", "quickstart", "waits", "test-all"} | {
+        name.removeprefix(".venv-") for name in sandbox.SIDE_ENVIRONMENTS
+    }
     files = {file.stem.removeprefix("requirements-") for file in FILES} - {"requirements", "cpu", "cuda"}
     assert {f".venv-{name}" for name in files} == {*sandbox.SIDE_ENVIRONMENTS}, "the tests see them all"
+
+
+@pytest.mark.parametrize("target", ["install", "verl", "quickstart", "test-all"])
+def test_ci_fails_with_any_of_its_parts_and_prints_what_it_said(ci, target):
+    done = ci.run(target)
+    assert done.returncode == 3 and f"said by {target}" in done.stdout
+    assert ("test-all" in "".join(ci.calls)) == (target != "install")
 
 
 @pytest.mark.parametrize(("value", "ends"), [("true", pytest.fail.Exception), (None, pytest.skip.Exception)])
@@ -198,6 +224,7 @@ def test_a_missing_environment_fails_in_ci_and_skips_elsewhere(monkeypatch, tmp_
     with pytest.raises(ends, match=r"needs \.venv-verl: make verl"):
         sandbox.side_environment("verl")
     (tmp_path / ".venv-verl").mkdir()
+    (tmp_path / ".venv-verl/.installed").touch()
     assert sandbox.side_environment("verl") == tmp_path / ".venv-verl"
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,10 +33,12 @@ HOSTILE = {
 PROBE = """
 import json, os, subprocess, sys
 from pathlib import Path
+from types import SimpleNamespace
 import pytest, recipes
 SEES = '''
 import json, os
 from pathlib import Path
+from types import SimpleNamespace
 there = [str(path) for path in map(Path, ("runs", "models", ".venv")) if path.exists()]
 home = [str(path) for path in Path.home().rglob("*") if path.is_file()]
 print(json.dumps({"there": there, "home": home, "cwd": os.getcwd(), "environment": dict(os.environ)}))
@@ -139,3 +142,18 @@ def test_what_is_copied(tmp_path, monkeypatch, with_git):
     assert {name for name in found if not name.startswith(".git/")} == set(files)
     assert (tmp_path / "to" / ".venv-verl").resolve() == tmp_path / "from" / ".venv-verl"
     assert not (tmp_path / "to" / ".venv-lm_eval").exists()
+
+
+def test_an_environment_in_the_making_is_linked_and_waited_for_until_its_maker_ends(tmp_path, monkeypatch):
+    source, copy = tmp_path / "from", tmp_path / "to"
+    (source / ".venv-verl").mkdir(parents=True)
+    copy.mkdir()
+    with subprocess.Popen(["sleep", "600"]) as maker:
+        monkeypatch.setenv(sandbox.WAIT_FOR, str(maker.pid))
+        sandbox.make_copy(source, copy)
+        monkeypatch.setattr(sandbox, "ROOT", copy)
+        happens = iter([(source / ".venv-verl" / ".installed").touch, maker.kill])
+        monkeypatch.setattr(sandbox, "time", SimpleNamespace(sleep=lambda _: next(happens, maker.wait)()))
+        assert sandbox.side_environment("verl").resolve() == source / ".venv-verl"
+        assert not sandbox.has_environment("lm_eval"), "the maker ended without it"
+    assert next(happens, None) is None
