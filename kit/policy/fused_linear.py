@@ -50,7 +50,8 @@ from kit.weights.stored_weight import (
 FEW_TOKENS = 64  # up to this many, bitsandbytes' own kernel multiplies with the packed bytes, without dequantizing
 FEW_KEPT = 4  # up to this many, it is faster than a product with a kept weight: it reads a quarter of the bytes
 # Layers that are called with the same tensor, in call order.
-SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SAME_INPUT: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SAME_INPUT += (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))  # linear attention of Qwen3.5
 # From this many values on, and up to this rank, our own kernel adds the adapter's part: cuBLAS reaches half of the
 # memory bandwidth there. For smaller outputs the launch costs more.
 LARGE, WIDEST_RANK = 1 << 24, 64

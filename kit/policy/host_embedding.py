@@ -17,6 +17,7 @@ import torch
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
+from kit.weights.model_files import without_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -45,11 +46,22 @@ class HostEmbedding(torch.nn.Module):
 
 def check_embeddings(config: Config, model_config: "PreTrainedConfig") -> None:
     """`BadInput` if `policy.embeddings` is host and, according to its transformers config, the model multiplies with
-    its input embedding."""
-    if config.policy.embeddings == "host" and model_config.get_text_config().tie_word_embeddings:
+    its input embedding or does more with it than look up."""
+    if config.policy.embeddings != "host":
+        return
+    if model_config.get_text_config().tie_word_embeddings:
         raise BadInput(
             f"policy.embeddings is host and {config.model.source} has tied word embeddings: its output layer "
             "multiplies with the same tensor, which has to be on the card. Set policy.embeddings to gpu."
+        )
+    _check_lookup(without_weights(model_config).get_input_embeddings())
+
+
+def _check_lookup(found: torch.nn.Module) -> None:
+    if type(found) is not torch.nn.Embedding or found.max_norm is not None:
+        raise BadInput(
+            f"policy.embeddings is host and this model's input embedding, {type(found).__name__}, does more than look "
+            "up. Set policy.embeddings to gpu."
         )
 
 
@@ -57,11 +69,7 @@ def keep_embedding_on_host(model: torch.nn.Module) -> None:
     """Replace the model's input embedding with a `HostEmbedding`; `BadInput` if it is more than a lookup of a frozen
     table."""
     found, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(found) is not torch.nn.Embedding or found.max_norm is not None:
-        raise BadInput(
-            f"policy.embeddings is host and this model's input embedding, {type(found).__name__}, does more than look "
-            "up. Set policy.embeddings to gpu."
-        )
+    _check_lookup(found)
     if head is not None and head.weight is found.weight:
         raise BadInput("policy.embeddings is host and this model's output layer has the same weight. Set it to gpu.")
     model.set_input_embeddings(HostEmbedding(found.weight))
