@@ -159,7 +159,7 @@ def kernels(step: Any) -> dict[str, float]:
         kind = next((kind for kind, parts in KINDS.items() if any(part in event.key for part in parts)), "other")
         found[kind] = found.get(kind, 0.0) + seconds
         if kind == "other":
-            others[event.key[:90]] = seconds
+            others[event.key[:90]] = others.get(event.key[:90], 0.0) + seconds
     largest = dict(sorted(others.items(), key=lambda pair: -pair[1])[:6])
     return found | {f"  other: {name}": seconds for name, seconds in largest.items()}
 
