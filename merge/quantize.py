@@ -18,6 +18,7 @@ from kit.core.run_directory import publish, write_manifest
 from kit.weights.checkpoint import checkpoint_shards, read_tensor
 from kit.weights.frozen_base import BaseCheckpoint
 from kit.weights.nf4 import quantize_weight
+from kit.weights.plain_linear import OWN_LINEARS
 from kit.weights.quantize import E2M1_MAX, E4M3_MAX, ZERO_E4M3_SCALE
 from kit.weights.shards import write_parts
 from kit.weights.wrapped import carried_modules, wrapper_of
@@ -243,8 +244,13 @@ def ignored_modules(base: BaseCheckpoint, fmt: QuantFormat) -> list[str]:
 
 
 def check_shapes(base: BaseCheckpoint, name: str) -> None:
-    """Raise `BadInput` if a layer's shape does not fit the format, or the format cannot be made of a wrapped language
-    model; reads only headers."""
+    """Raise `BadInput` if the format cannot store this kind of layers or their shapes, or cannot be made of a wrapped
+    language model; reads only headers."""
+    if FORMATS[name].layout == "bitsandbytes" and (own := OWN_LINEARS.get(base.config.model_type)):
+        raise BadInput(
+            f"transformers does not read {name} into {base.config.model_type}'s own linear layers ({own}). Leave "
+            f"{name} out; serve the adapter on the base, or use fp8 or w4a16."
+        )
     if FORMATS[name].needs_llmcompressor and (kind := wrapper_of(base.config)):
         raise BadInput(
             f"{name}: llm-compressor was not tried on a language model inside a {kind} checkpoint. Leave {name} out; "

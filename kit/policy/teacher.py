@@ -23,7 +23,7 @@ from kit.core.run_directory import RunDir, base_directory, check_adapter_file, r
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.load import adapted_layers, check_same_base, load_stored
 from kit.weights.frozen_base import unquantized_config
-from kit.weights.model_files import check_complete
+from kit.weights.model_files import check_complete, context_of
 
 if TYPE_CHECKING:
     import torch
@@ -109,9 +109,9 @@ def _check_model(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
             "another teacher."
         )
     wanted = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    if facts.max_position_embeddings < wanted:
+    if (context := context_of(theirs)) is not None and context < wanted:
         raise BadInput(
-            f"distill.teacher {name} has a context of {facts.max_position_embeddings} tokens, "
+            f"distill.teacher {name} has a context of {context} tokens, "
             f"rollout.max_prompt_length + max_completion_length need {wanted}."
         )
     try:

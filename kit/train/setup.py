@@ -45,9 +45,11 @@ def read_command(description: str, recipe: str) -> tuple[Config, argparse.Namesp
 
 def check_context(config: Config, model_config: Any) -> None:
     """`BadInput` unless a prompt and a completion of the longest allowed length fit the model's context."""
+    from kit.weights.model_files import context_of
+
     wanted = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    context = model_config.get_text_config().max_position_embeddings
-    if wanted > context:
+    context = context_of(model_config)
+    if context is not None and wanted > context:
         raise BadInput(
             f"rollout.max_prompt_length + max_completion_length ({wanted}) exceeds the context of "
             f"{config.model.source} ({context}). Lower one of them."

@@ -26,6 +26,7 @@ from kit.weights.experts import FrozenExperts, experts_of, frozen_experts, read_
 from kit.weights.fp8 import Fp8Linear, store_in_fp8
 from kit.weights.gather import is_split, whole
 from kit.weights.hashing import dtype_name, hash_fp8, hash_pairs, hash_quantized, hash_tensor
+from kit.weights.initialization import loaded_weights_kept
 from kit.weights.layout import ExpertMatrix, expert_matrices, unquantized_names
 from kit.weights.model_files import (
     refuse_made_up,
@@ -34,6 +35,7 @@ from kit.weights.model_files import (
     without_weights,
 )
 from kit.weights.nf4 import BLOCK_SIZE, PIECE, block_maxima, dequantize_with, one_thread, quantize_weight
+from kit.weights.plain_linear import check_linears, plain_linears
 from kit.weights.wrapped import loading
 
 
@@ -93,6 +95,7 @@ def load_nf4(
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     device = device or default_device()
     blank = without_weights(config)
+    check_linears(blank, config.model_type)
     skipped = [*unquantized_names(blank), *(skip_modules or ())]
     with one_thread(), frozen_experts(blank):
         model = _whole_model(
@@ -124,7 +127,7 @@ def _whole_model(path: str | Path, config: Any, **options: Any) -> torch.nn.Modu
 
     clear_dropout_rates(config)
     options["attn_implementation"] = attention_of(config, options.get("attn_implementation", AUTO))
-    with loading(config) as names:
+    with loading(config) as names, plain_linears(config), loaded_weights_kept():
         model, found = AutoModelForCausalLM.from_pretrained(str(path), output_loading_info=True, **names, **options)
     turn_off_dropout(model)
     refuse_made_up(path, found["missing_keys"], sum(1 for _ in model.parameters()))

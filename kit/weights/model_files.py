@@ -1,7 +1,7 @@
 """Check an original checkpoint's tensor names against the model that its config.json describes; reads no weights."""
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +13,11 @@ from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput
 from kit.weights.checkpoint import checkpoint_shards, pass_full_disk
 from kit.weights.layout import parameter_shapes
+from kit.weights.plain_linear import plain_linears
 from kit.weights.wrapped import is_of_language, language_config, language_name, wrapper_of
 
+# {model_type: {start of a name in the files: in the model}} of families that transformers 5.17 renames on load.
+RENAMED = {"gpt_neox": {"embed_out.": "lm_head."}}
 # quant_method values that `python -m merge dequantize` reads.
 DEQUANTIZED = ("fp8", "compressed-tensors")
 
@@ -54,10 +57,26 @@ def dequantize_command(path: str | Path, revision: str | None = None) -> str:
     return shlex.join([*words, "--out", f"models/{name}-bf16"])
 
 
+def context_of(config: Any) -> int | None:
+    """Most tokens of a sequence that a model takes, by its transformers config; None without a limit (BLOOM)."""
+    facts = config.get_text_config()
+    return getattr(facts, "max_position_embeddings", None) or getattr(facts, "max_seq_len", None)
+
+
+def model_name(config: Any) -> Callable[[str], str]:
+    """Return the function from a tensor's name in a checkpoint's files to its name in the model of `config`."""
+    if wrapper_of(config):
+        return language_name
+    renamed = RENAMED.get(config.model_type, {})
+    return lambda stored: next(
+        (renamed[one] + stored[len(one) :] for one in renamed if stored.startswith(one)), stored
+    )
+
+
 def without_weights(config: Any) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with torch.device("meta"), plain_linears(config):
         return AutoModelForCausalLM.from_config(config)
 
 
@@ -90,7 +109,7 @@ def select_shards(
     ignores on load are skipped.
     """
     listed = checkpoint_shards(directory) if listed is None else listed
-    rename = language_name if wrapper_of(config) else str
+    rename = model_name(config)
     files = {stored: file for file, names in listed.items() for stored in names}
     stored = {name: one for one in files if (name := rename(one)) in wanted}
     extra = sorted(set(files) - set(stored.values()))
@@ -125,7 +144,7 @@ def check_complete(path: str | Path, config: Any) -> None:
         return
     model = without_weights(config)
     wanted = set(parameter_shapes(model))
-    rename = language_name if wrapper_of(config) else str
+    rename = model_name(config)
     found = {rename(name) for names in checkpoint_shards(path).values() for name in names}
     if wrapper_of(config):
         found = {name for name in found if is_of_language(name, wanted)}

@@ -26,10 +26,9 @@ from kit.weights.checkpoint import checkpoint_shards, read_tensor
 from kit.weights.frozen_base import base_facts, hash_carried, nf4_facts, plain_facts
 from kit.weights.hashing import hash_fp8, hash_quantized, hash_tensor
 from kit.weights.layout import expert_matrices, parameter_shapes, unquantized_names
-from kit.weights.model_files import select_shards, unquantized_config
+from kit.weights.model_files import model_name, select_shards, unquantized_config, without_weights
 from kit.weights.nf4 import BLOCK_SIZE, block_maxima, dequantize_with, quantize_weight
 from kit.weights.shards import TensorFile, stored_kinds, write_index
-from kit.weights.wrapped import language_name, wrapper_of
 
 NF4_FOLDER = "nf4"
 
@@ -67,11 +66,10 @@ def plan_base(config: Any, quantization: str = "nf4") -> Plan:
     `BadInput` if nothing would be quantized, and for Conv1D layers, whose weights it transposes before quantizing.
     """
     from bitsandbytes.nn import Linear4bit
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
     from transformers.quantizers import AutoHfQuantizer
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = without_weights(config)
     matrices, shapes = expert_matrices(model), parameter_shapes(model)
     skipped = unquantized_names(model)
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skipped)
@@ -119,7 +117,7 @@ class Original:
             for name in names:
                 if (found := tensors[self.stored[name]][1]) != (wanted := self.plan.shapes[name]):
                     raise BadInput(f"{complaint}: {name} is {found}, it should be {wanted}.")
-        self._check_tied(language_name if wrapper_of(config) else str)
+        self._check_tied(model_name(config))
 
     def _check_tied(self, rename: Callable[[str], str]) -> None:
         """`BadInput` if a tied weight is stored twice and differs: transformers would load both, vLLM one."""

@@ -13,8 +13,12 @@ SHAPE = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 256, "num_h
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512}
 HEADS = {key: SHAPE[key] for key in SHAPE if key not in ("num_key_value_heads", "head_dim")}
 GPT = {"vocab_size": 320, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 256}
+LATENT = {**SHAPE, "num_key_value_heads": 4, "q_lora_rank": 256, "kv_lora_rank": 256, "qk_rope_head_dim": 128}
+LATENT |= {"head_dim": 128, "qk_nope_head_dim": 64, "v_head_dim": 64}
 SPREAD = 0.08  # standard deviation of the weights: at the usual 0.02 logits are nearly flat
 RATE = 0.3  # of every dropout that the family's configuration knows
+SPREADS = dict.fromkeys(("biogpt", "xglm"), 0.02)  # these scale their tied embedding
+NO_DROPOUT = ("diffllama",)  # refuses any
 FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2"), SHAPE),
     **dict.fromkeys(("gemma3_text", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "hyperclovax"), SHAPE),
@@ -30,8 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {**HEADS, "ffn_dim": 256, "word_embed_proj_dim": 256},
     "gpt_neo": {**HEADS, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
     "xglm": {"vocab_size": 320, "d_model": 256, "num_layers": 2, "attention_heads": 4, "ffn_dim": 256},
-    "minicpm3": {**SHAPE, "num_key_value_heads": 4, "q_lora_rank": 256, "kv_lora_rank": 256},
-    "youtu": {**SHAPE, "num_key_value_heads": 4, "q_lora_rank": 256, "kv_lora_rank": 256},
+    **dict.fromkeys(("minicpm3", "youtu"), LATENT),
 }
 
 
@@ -40,10 +43,11 @@ def family_config(family: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
     tokenizer = byte_tokenizer()
-    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad")}
+    tokens["bos_token_id"] = tokens["eos_token_id"]
     config = AutoConfig.for_model(family, **{**FAMILIES[family], **tokens, **changes})
     for name, value in list(vars(config).items()):
-        if "drop" in name and type(value) in (int, float):
+        if "drop" in name and type(value) in (int, float) and family not in NO_DROPOUT:
             vars(config)[name] = RATE
     return config
 
@@ -53,12 +57,13 @@ def make_family(folder: Path, family: str) -> Path:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     tokenizer, config = byte_tokenizer(), family_config(family)
+    tokenizer.bos_token = tokenizer.eos_token  # as in the configuration: not every family takes none
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                parameter.normal_(0.0, SPREAD)
+                parameter.normal_(0.0, SPREADS.get(family, SPREAD))
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=0)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
