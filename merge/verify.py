@@ -29,6 +29,7 @@ from kit.weights.experts import FrozenExperts
 from kit.weights.fp8 import Fp8Linear
 from kit.weights.frozen_base import BaseCheckpoint, default_device, disable_cpu_repacking, load_base
 from kit.weights.initialization import loaded_weights_kept
+from kit.weights.plain_linear import plain_linears
 from kit.weights.read_quantized import StoredWeights
 from kit.weights.wrapped import language_config, loading, wrapper_of
 from merge.trained import find_trained
@@ -91,7 +92,7 @@ def load_for_scoring(
         options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     # compressed-tensors compiles its rounding to FP4, which takes longer than everything computed here.
     stance = torch.compiler.set_stance("force_eager")
-    with warnings.catch_warnings(), stance, loading(config) as names, loaded_weights_kept():
+    with warnings.catch_warnings(), stance, loading(config) as names, plain_linears(config), loaded_weights_kept():
         # transformers warns that the checkpoint's own configuration overrides ours, except for `dequantize`: as
         # intended.
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")

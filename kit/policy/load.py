@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+# Recurrent models of transformers 5.17 whose state takes in padding.
+READS_PADDING = ("rwkv", "xlstm")
 # Layers that send tokens to experts. transformers 5 makes most of them no linear layer; none gets an adapter.
 ROUTERS = ("gate", "router", "shared_expert_gate")
 
@@ -52,6 +54,11 @@ def check_base(config: Config) -> "PreTrainedConfig":
     config.model.check_path()
     facts = unquantized_config(config.model.source, config.model.revision)
     check_experts(config, facts)
+    if facts.model_type in READS_PADDING:
+        raise BadInput(
+            f"{config.model.source} ({facts.model_type}) reads padding as text: transformers' forward of it "
+            "ignores the attention mask, so log-probs of shorter prompts would be wrong. Take another model."
+        )
     if not adapted_layers(config, facts):
         raise BadInput(
             f"{config.model.source} ({facts.model_type}) has no linear layer that could get an adapter: its products "
