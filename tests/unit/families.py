@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("stablelm", "starcoder2", "vaultgemma", "diffllama", "bitnet", "granite_swa"), SHAPE),
     **dict.fromkeys(("gpt_neox", "persimmon", "biogpt"), HEADS),
     **{family: {**GPT, "rotary_dim": 32} for family in ("gptj", "codegen")},
-    **dict.fromkeys(("gpt_bigcode", "gpt2"), GPT),
+    "gpt_bigcode": GPT,
     "bloom": {"vocab_size": 320, "hidden_size": 256, "n_layer": 2, "n_head": 4},
     "falcon": {**HEADS, "ffn_hidden_size": 256},
     "mpt": {"vocab_size": 320, "d_model": 256, "n_layers": 2, "n_heads": 4, "max_seq_len": 512},
@@ -45,6 +45,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neo": {**HEADS, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
     "xglm": {"vocab_size": 320, "d_model": 256, "num_layers": 2, "attention_heads": 4, "ffn_dim": 256},
     **dict.fromkeys(("minicpm3", "youtu"), LATENT),
+}
+
+
+# Model types that AutoModelForCausalLM knows and the table leaves out, by what they are.
+OTHERS = {
+    "encoders, encoder-decoders and their halves": (
+        *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small"),
+        *("camembert", "data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp", "pegasus"),
+        *("plbart", "prophetnet", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+        *("trocr", "whisper", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod"),
+    ),
+    "wrappers of a language model": (
+        *("emu3", "fuyu", "gemma3n", "gemma3n_text", "gemma4_assistant", "gemma4_text", "gemma4_unified", "git"),
+        *("gemma4_unified_assistant", "gemma4_unified_text", "got_ocr2", "mllama", "moshi", "musicgen"),
+        *("musicgen_melody", "phi4_multimodal", "qwen3_5_text"),
+    ),
+    "recurrent": (
+        *("bamba", "falcon_h1", "falcon_mamba", "mamba", "mamba2", "olmo_hybrid", "recurrent_gemma", "rwkv", "xlstm"),
+        *("zamba", "zamba2"),
+    ),
+    "Conv1D": ("gpt2", "gpt-sw3", "openai-gpt"),
+    "not tried": (
+        *("blt", "cohere_compass_text", "cpmant", "ctrl", "gpt_neox_japanese", "hrm_text", "modernbert-decoder"),
+    ),
 }
 
 
