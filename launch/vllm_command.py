@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,9 +21,11 @@ from kit.core import format_names
 from kit.core.config import format_rules
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
-from kit.core.limits import FOLD_GIB, FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM
+from kit.core.limits import FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM, fold_gib
+from kit.core.lora import EXPERT_PARTS
 from kit.core.run_directory import RunDir, base_directory, read_json, read_manifest, stored_as
 from kit.rollout.protocol import QUANT_CFG
+from kit.rollout.server.adapter_check import checkpoint_shapes
 from kit.rollout.server.base_copy import copy_bytes, has_copy
 from kit.rollout.server.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE
 from kit.weights.wrapped import LANGUAGE
@@ -51,6 +54,7 @@ OWN_FLAGS = {
     "max_cpu_loras": "rollout.sync",
     "lora_target_modules": "policy.target_modules",
     "worker_extension_cls": "rollout.sync",
+    "enable_return_routed_experts": "rollout.routing",
     "seed": "run.seed",
     "api_key": "the environment variable VLLM_API_KEY, which no process list shows",
     "q": "server.weights",
@@ -63,6 +67,7 @@ _DRAFTS = "a draft model does not follow the adapter, and its log-probs were not
 _CLIENT = "the trainer asks http://host:port/v1/rollout; put a proxy in front of it and name that in the trainer's URL"
 _ONE_PROCESS = "the served version is kept in one process; name one URL per replica"
 _ONE_STAGE = "remerge does not cover it; use server.tensor_parallel"
+_MOVED = "experts would move between workers, and remerge writes them where they were loaded"
 NOT_SERVED = {
     "config": "its file could set what is refused here",
     "api_server_count": "the served version is kept in one process",
@@ -70,6 +75,8 @@ NOT_SERVED = {
     "dp": _ONE_PROCESS,
     "pipeline_parallel_size": _ONE_STAGE,
     "pp": _ONE_STAGE,
+    "enable_eplb": _MOVED,
+    "eplb_config": _MOVED,
     "middleware": "the kit adds its own",
     "logprobs_mode": "the trainer needs processed_logprobs",
     "logits_processors": "they would change the policy that is sampled",
@@ -329,15 +336,26 @@ def _memory(config: Config, vllm: Installed, card_gib: float | None, faults: lis
         if server.nf4_copy == "gpu" and base_directory(config).is_dir():
             copy_gib = copy_bytes(base_directory(config)) / 2**30 / server.tensor_parallel
         fmt = format_rules.served_format(config) if config.policy.quant_cfg else None
-        fold_gib = FOLD_GIB + (FORMAT_GIB if fmt and fmt.by_vllm else 0)
-        share = round(share - (copy_gib + fold_gib) / card_gib, 3)
+        folded_gib = fold_gib(_folded_experts(base_directory(config)) / server.tensor_parallel)
+        folded_gib += FORMAT_GIB if fmt and fmt.by_vllm else 0
+        share = round(share - (copy_gib + folded_gib) / card_gib, 3)
         if share <= 0:
             faults.append(
                 f"server.gpu_memory_utilization {server.gpu_memory_utilization} of {card_gib:.1f} GiB leaves nothing "
-                f"beside the base's copy ({copy_gib:.1f} GiB) and {fold_gib:g} GiB to fold in. Set server.nf4_copy to "
-                "host."
+                f"beside the base's copy ({copy_gib:.1f} GiB) and {folded_gib:.2g} GiB to fold in. Set "
+                "server.nf4_copy to host."
             )
     return {"gpu_memory_utilization": share}
+
+
+def _folded_experts(directory: Path) -> int:
+    """Weights of a layer's gate and up matrices of all experts of the base in a directory; 0 without experts."""
+    layers: Counter[str] = Counter()
+    for name, (rows, columns) in checkpoint_shapes(directory).items():
+        layer, _, matrix = name.partition(".experts.")
+        if matrix.rpartition(".")[2] in EXPERT_PARTS["gate_up_proj"]:
+            layers[layer] += rows * columns
+    return max(layers.values(), default=0)
 
 
 def _wrapper(config: Config) -> str | None:

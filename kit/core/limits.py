@@ -7,6 +7,13 @@ SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 # The largest layer of an 8B model (gate and up, 100 M weights) in BF16, in FP8 and as vLLM quantizes it.
 FOLD_GIB = 0.7
+FOLD_BYTES = 7  # per weight of that layer, or of a layer's gate and up matrices of all experts
 # The same layer in float32, the input of vLLM's FP8 quantization with a format (quantized_fold.py).
 FORMAT_GIB = 0.4
 FOLD_CHUNK = 1 << 24  # weights quantized at once; without a kernel this takes 20 bytes per weight
+
+
+def fold_gib(experts: float) -> float:
+    """GiB that a server keeps free to fold a layer; `experts`: weights of a layer's gate and up matrices on one GPU, 0
+    without experts."""
+    return max(FOLD_GIB, FOLD_BYTES * experts / 2**30)

@@ -6,6 +6,8 @@ was assumed before the points were measured, and that they agreed with it.
 
 from typing import NamedTuple
 
+from kit.core.limits import FOLD_BYTES
+
 
 class Coefficient(NamedTuple):
     """A constant: its value, unit and source."""
@@ -55,7 +57,7 @@ TABLE = {
     "sampler_copies": Coefficient(
         4, "float32 copies of (sequences, vocabulary)", _CONFIRMED + ": vLLM's sampler, up to 512 sequences"
     ),
-    "fold_bytes": Coefficient(7, "bytes a weight of the largest fused layer", "kit/core/limits.py FOLD_GIB"),
+    "fold_bytes": Coefficient(FOLD_BYTES, "bytes a weight of the largest fused layer", "kit/core/limits.py FOLD_GIB"),
     # Layers of an NF4 copy in host memory are fetched faster than earlier ones are released.
     "fetched_share": Coefficient(1.0, "share of the NF4 copy", _ONE_CARD + ": 26.3 GiB, no sleep"),
     "fetched_share_sleep": Coefficient(0.5, "share of the NF4 copy", _ONE_CARD + ": 22.6 GiB, sleeping between steps"),

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from kit.core.config.base_rules import CALLED
 from kit.core.config.recompute_rules import recomputed_layers
 from kit.core.config.schema import Config
-from kit.core.limits import FOLD_CHUNK, FOLD_GIB, FORMAT_GIB, SERVED_RANKS
+from kit.core.limits import FOLD_CHUNK, FORMAT_GIB, SERVED_RANKS, fold_gib
 from kit.plan import quantized, teacher
 from kit.plan.coefficients import value
 from kit.plan.decoder import Experts, LinearAttention, Shape
@@ -609,8 +609,7 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
         elif not card.is_cpu:
             found["layers fetched"] = copied * value("fetched_share_sleep" if server.sleep else "fetched_share")
         outs = max((1 + shape.gated) * shape.mlp_width, shape.q_size + 2 * shape.kv_size)
-        experts = shape.experts.count * math.prod(shape.expert_matrices[0]) if shape.experts else 0
-        fused = max(shape.hidden * outs, experts)
+        fused = max(shape.hidden * outs, _folded_experts(shape))
         found["folding a layer"] = fused * value("fold_bytes") / share / GIB + _format_gib(config, card, fused / share)
     tokens = batched_tokens(config, card)
     wide = 3 * shape.mlp_width
@@ -626,6 +625,11 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     found["context"] = 2 * value("cpu_process_gib") if card.is_cpu else value("server_context_gib")
     found["KV cache"] = cache_gib(shape, config, card, found)
     return found
+
+
+def _folded_experts(shape: Shape) -> int:
+    """Weights of a layer's gate and up matrices of all experts; 0 without experts."""
+    return shape.experts.count * math.prod(shape.expert_matrices[0]) if shape.experts else 0
 
 
 def _format_gib(config: Config, card: Card, weights: float) -> float:
@@ -648,7 +652,8 @@ def cache_gib(shape: Shape, config: Config, card: Card, others: dict[str, float]
         return min(4.0, full_cache_gib(shape, config))
     # launch.server subtracts the copy and a layer's part from the share; vLLM does not know what else a fold needs.
     fmt = quantized.format_of(config)
-    known = FOLD_GIB + FORMAT_GIB * (fmt is not None and fmt.by_vllm)
+    known = fold_gib(_folded_experts(shape) / config.server.tensor_parallel)
+    known += FORMAT_GIB * (fmt is not None and fmt.by_vllm)
     unknown = max(0.0, others.get("folding a layer", 0.0) - known) + others.get("layers fetched", 0.0)
     return max(0.0, config.server.gpu_memory_utilization * card.gib - sum(others.values()) + unknown)
 

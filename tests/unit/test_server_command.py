@@ -186,6 +186,8 @@ def test_a_cpu_server_gets_its_kv_cache_by_environment():
                 **{"no-enable-lora": "rollout.sync decides", "api_key": "VLLM_API_KEY"},
                 "hf-overrides.rope_theta": "what the trainer computes with",
                 "quantization_config": "which remerge repeats",
+                "enable-eplb": "experts would move between workers",
+                "enable-return-routed-experts": "rollout.routing decides",
                 "ssl_keyfile": "the trainer asks http://host:port",
             }.items()
         ),
@@ -515,6 +517,22 @@ def test_the_command_to_stop_a_detached_start_ends_that_run_and_no_other(command
     assert command("--config", str(tmp_path / "run.yaml"), *output, "--detach") == 0
     told = capsys.readouterr().out.partition("end them with: ")[2]
     assert command(*shlex.split(told)[3:]) == 0 and ended == [os.getpid()]
+
+
+@pytest.mark.parametrize(("shards", "gib"), [(1, 1.75), (2, 0.875)])
+def test_a_fold_of_a_layers_experts_is_left_beside_the_servers_share(tmp_path, shards, gib):
+    matrices = [
+        f"model.layers.0.mlp.experts.{n}.{part}_proj.weight" for n in range(2) for part in ("gate", "up", "down")
+    ]
+    size, sizes = 8192 * 8192 * 2, {"dtype": "BF16", "shape": [8192, 8192]}
+    header = {name: sizes | {"data_offsets": [at * size, (at + 1) * size]} for at, name in enumerate(matrices)}
+    text = json.dumps(header).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:  # sparse: no block of the weights is written
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + len(matrices) * size)
+    given = config(server={"base": str(tmp_path), "tensor_parallel": shards, "nf4_copy": "host"})
+    share = plans(given, CUDA, ["0", "1"], card_gib=32.0)[0].options["gpu_memory_utilization"]
+    assert share == pytest.approx(0.9 - gib / 32, abs=6e-4)
 
 
 def test_routers_stay_unquantized_and_experts_are_returned_where_they_are_asked_for(tmp_path):

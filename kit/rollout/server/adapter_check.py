@@ -3,6 +3,7 @@
 Names and shapes come from the file's header: no tensor is read, and neither torch nor vLLM is needed.
 """
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,14 +157,12 @@ def _layer(module: str, factors: dict[str, tuple[int, ...]], config: dict, room:
 def _experts(parameter: str, a: tuple[int, ...], b: tuple[int, ...], config: dict, room: Room) -> list[str]:
     """Reasons to refuse the factors of a fused parameter of experts: A (r·E, in), B (out, r·E)."""
     module, _, name = parameter.rpartition(".")
-    parts = lora.EXPERT_PARTS[name]
-    shapes = {key: shape for key, shape in room.shapes.items() if key.startswith(f"{module}.")}
-    of_part = [shape for key, shape in shapes.items() if key.rpartition(".")[2] in parts]
-    names = {key.removeprefix(f"{module}.").partition(".")[0] for key in shapes}
-    if not of_part:
+    parts = [part for part in lora.EXPERT_PARTS[name] if f"{module}.0.{part}" in room.shapes]
+    if not parts:
         return [] if not room.shapes else [f"it adapts {parameter}, which the served base does not have"]
-    experts, (rows, columns), rank = len(names), of_part[0], lora.rank_of(config, parameter)
-    out = rows * (len(of_part) // experts)
+    experts = next(number for number in itertools.count() if f"{module}.{number}.{parts[0]}" not in room.shapes)
+    (rows, columns), rank = room.shapes[f"{module}.0.{parts[0]}"], lora.rank_of(config, parameter)
+    out = rows * len(parts)
     if rank is None or a != (rank * experts, columns) or b != (out, rank * experts):
         return [
             f"{parameter} has A {a} and B {b}; rank {rank} on {experts} experts of {(out, columns)} needs A "
