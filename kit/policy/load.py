@@ -26,7 +26,7 @@ from kit.core.run_directory import (
 from kit.policy.sharding import quant_storage
 from kit.weights.attention import attention_of
 from kit.weights.frozen_base import carried_hashes, hash_base, load_frozen, unquantized_config
-from kit.weights.layout import expert_matrices, expert_modules, unquantized_names
+from kit.weights.layout import ROUTERS, expert_matrices, expert_modules, unquantized_names
 from kit.weights.model_files import buffer_names, check_complete, check_names, without_weights
 from kit.weights.nf4 import BLOCK_SIZE
 from kit.weights.wrapped import wrapper_of
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 # Recurrent models of transformers 5.17 whose state takes in padding.
 READS_PADDING = ("rwkv", "xlstm")
-# Layers that send tokens to experts. transformers 5 makes most of them no linear layer; none gets an adapter.
-ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 def check_base(config: Config) -> "PreTrainedConfig":
@@ -79,7 +77,7 @@ def check_experts(config: Config, facts: "PreTrainedConfig") -> None:
     """`BadInput` for a mixture of experts whose experts no rule knows, and for settings that do not reach experts."""
     found = find_experts(facts.to_dict())
     try:
-        matrices = expert_matrices(blank := without_weights(facts))
+        matrices = expert_matrices(without_weights(facts))
     except BadInput as error:
         raise BadInput(f"{config.model.source}: {error} Take another model.") from None
     if found and not matrices:
@@ -95,11 +93,6 @@ def check_experts(config: Config, facts: "PreTrainedConfig") -> None:
     if not matrices:
         return
     policy, why = config.policy, expert_rules.faults(config)
-    parameters = dict(blank.named_parameters(remove_duplicate=False))
-    if buffers := [name for name in blank.state_dict() if name not in parameters]:
-        why.append(
-            f"its checkpoint has {buffers[0]}, which is no parameter, and merge would lose it. Take another model"
-        )
     if kind := announced():
         why.append(f"{kind} would split its experts, which was not tested. Use one process, or DDP")
     place = next((one for one in matrices.values() if one.rows * one.columns % BLOCK_SIZE), None)

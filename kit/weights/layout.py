@@ -14,6 +14,8 @@ import torch
 from kit.core.errors import BadInput
 from kit.core.lora import EXPERT_PARAMETERS
 
+# Layers that send tokens to experts: they stay frozen and in 16 bits.
+ROUTERS = ("gate", "router", "shared_expert_gate")
 # Parts of an expert's matrix that the checkpoint stores as tensors of their own.
 PARTS = {"gate_up_proj": 2, "down_proj": 1}
 
@@ -128,10 +130,15 @@ def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def unquantized_names(model: torch.nn.Module) -> list[str]:
-    """Names of linear layers that stay in 16 bits and get no adapter: the output embedding, and gates of shared
-    experts, which decide like a router and which vLLM never quantizes."""
-    output = model.get_output_embeddings()
-    return [name for name, one in model.named_modules() if one is output or name.endswith(".shared_expert_gate")]
+    """Names of linear layers that stay in 16 bits and get no adapter: the output embedding, and the routers and gates
+    beside a layer's experts (transformers 5 makes most routers no linear layer)."""
+    output, blocks = model.get_output_embeddings(), {name.rpartition(".")[0] for name in expert_modules(model)}
+
+    def decides(name: str) -> bool:
+        block, _, leaf = name.rpartition(".")
+        return leaf in ROUTERS and block in blocks
+
+    return [name for name, one in model.named_modules() if one is output or decides(name)]
 
 
 def expert_factors(

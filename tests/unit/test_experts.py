@@ -19,7 +19,7 @@ from kit.policy.kept_weights import keeping_weights
 from kit.policy.load import adapted_layers, check_base, lora_config
 from kit.policy.recompute import use_recompute
 from kit.weights.experts import FrozenExperts, experts_of
-from kit.weights.frozen_base import BaseCheckpoint, hash_base, load_base, load_frozen
+from kit.weights.frozen_base import BaseCheckpoint, carried_hashes, hash_base, load_base, load_frozen
 from kit.weights.layout import expert_matrices
 from kit.weights.write_base import Original, write_base
 from merge.merge import read_adapter, write_folded
@@ -43,6 +43,11 @@ FAMILIES = {
     "qwen3_moe": {"num_experts": 8, "norm_topk_prob": True},
     "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 64},
     "olmoe": {"num_experts": 8},
+    "glm4_moe": {"n_routed_experts": 8, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1}
+    | {"n_shared_experts": 1, "partial_rotary_factor": 1.0},
+    "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1}
+    | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    | {"num_key_value_heads": 4, "n_shared_experts": 1},
 }
 
 
@@ -84,6 +89,14 @@ def adapted(base: torch.nn.Module, **policy) -> PeftModel:
     return model
 
 
+def facts_of(folder: Path, model: torch.nn.Module) -> dict:
+    """base.json of a model, with what its checkpoint has besides: the router's buffers of some families."""
+    facts = hash_base(model)
+    if carried := carried_hashes(folder, None, set(facts["tensors"]), AutoConfig.from_pretrained(folder)):
+        facts["carried"] = carried
+    return facts
+
+
 def plain_model(base: BaseCheckpoint) -> torch.nn.Module:
     """transformers' own model with the base's dequantized weights."""
     model = AutoModelForCausalLM.from_config(base.config, dtype=torch.float32)
@@ -109,11 +122,12 @@ def scores(model: torch.nn.Module, tokens: torch.Tensor | None = None) -> torch.
 @pytest.mark.parametrize("storage", ["nf4", "fp8", "none"])
 def test_the_base_of_every_family_is_read_hashed_and_computed_alike_everywhere(checkpoint, storage, tmp_path):
     model = load(checkpoint, storage)
-    facts = hash_base(model)
+    facts = facts_of(checkpoint, model)
     written = write_base(Original(checkpoint, "float32", True, "cpu", storage), tmp_path, "x", None)
     assert written["tensors"] == facts["tensors"]
     assert written["quantized"] == facts["quantized"] and written["offsets"] == facts["offsets"]
     assert len([name for name in facts["quantized"] if ".experts." in name]) == 3 * 8 * len(experts_of(model))
+    assert written.get("carried") == facts.get("carried")
     base = BaseCheckpoint(checkpoint, facts)
     assert torch.allclose(scores(model), scores(plain_model(base)), atol=2e-5)
     assert hash_base(load_base(base, "cpu"))["hash"] == facts["hash"]
@@ -143,7 +157,7 @@ def test_adapters_compute_and_learn_as_peft_does_and_peft_reads_their_file(check
     facts = hash_base(model)
     model(ids()).logits.logsumexp(-1).mean().backward()
     model.save_pretrained(tmp_path)
-    reference = plain_model(BaseCheckpoint(checkpoint, facts))
+    reference = plain_model(BaseCheckpoint(checkpoint, facts_of(checkpoint, model)))
     with targets_as_named():  # for shared experts, whose names peft 0.21 takes for those of routed ones
         reference = PeftModel.from_pretrained(reference, tmp_path, is_trainable=True)
     assert torch.allclose(scores(model), scores(reference), atol=2e-5)
@@ -206,7 +220,7 @@ def test_selective_recomputation_does_not_dequantize_experts_again(qwen, monkeyp
 
 def test_a_merged_checkpoint_computes_what_the_policy_computes(checkpoint, tmp_path):
     model = adapted(load(checkpoint))
-    base = BaseCheckpoint(checkpoint, hash_base(model))
+    base = BaseCheckpoint(checkpoint, facts_of(checkpoint, model))
     model.save_pretrained(tmp_path / "adapter")
     updates = read_adapter(tmp_path / "adapter", base)
     assert len([name for name in updates if ".experts." in name]) == 3 * 8 * len(experts_of(model))
@@ -293,7 +307,6 @@ def test_experts_of_a_size_that_blocks_do_not_divide_need_another_storage(tmp_pa
     [
         ("gpt_oss", "gpt_oss is a mixture of experts that cannot be trained here: .*have the parameters"),
         ("granitemoe", "granitemoe"),
-        ("deepseek_v3", "e_score_correction_bias, which is no parameter"),
     ],
 )
 def test_experts_that_no_rule_knows_are_refused_by_name(kind, message, tmp_path):
