@@ -4,11 +4,13 @@ A stand-in for a downloaded base model, so that the whole path runs on a laptop 
 0.8 M parameters, a byte-level BPE tokenizer with single-digit numbers and a chat template (`<|im_start|>` ...
 `<|im_end|>`), supervised on generated one-step problems. The demonstrations are noisy on purpose (some work the sum
 out and box it, some forget the box, some box a hasty guess), so the model *can* answer but only sometimes does, which
-is what reinforcement learning needs. With clean demonstrations there is nothing left to gain.
+is what reinforcement learning needs. With clean demonstrations there is nothing left to gain. With --experts it is a
+Qwen3-MoE: every layer has that many experts, of which a token takes two (1.8 M parameters with 8).
 
 What it leaves out on purpose: pre-training, instruction data, anything a real base would bring.
 
     python recipes/tiny_base.py --out models/tiny-base            # about 2.5 minutes on two CPU cores
+    python recipes/tiny_base.py --experts 8 --out models/tiny-moe # a mixture of experts, in twice the time
     python recipes/tiny_base.py --out models/untrained --steps 0  # random weights, seconds, for tests
     python recipes/tiny_base.py --out data/sums-20 --problems_only --limit 20 --problems 4000 --heldout 600
 
@@ -38,7 +40,7 @@ from kit.core.run_directory import publish, write_manifest
 
 if TYPE_CHECKING:  # imported late, so that --help and a refused option return at once
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -127,11 +129,16 @@ def make_tokenizer(problems: list[dict], rng: random.Random, context: int) -> "P
     )
 
 
-def make_model(tokenizer: "PreTrainedTokenizerFast", hidden: int, layers: int, context: int) -> "Qwen3ForCausalLM":
-    """A Qwen3 with random weights; head size 32, two query heads per key-value head, tied embeddings."""
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+def make_model(
+    tokenizer: "PreTrainedTokenizerFast", hidden: int, layers: int, context: int, experts: int = 0
+) -> "Qwen3ForCausalLM | Qwen3MoeForCausalLM":
+    """A Qwen3 with random weights; head size 32, two query heads per key-value head, tied embeddings.
 
-    config = Qwen3Config(
+    With `experts`, a Qwen3-MoE: every layer routes a token to two of them, each as wide as `hidden`.
+    """
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape: dict[str, Any] = dict(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=3 * hidden,
@@ -145,7 +152,13 @@ def make_model(tokenizer: "PreTrainedTokenizerFast", hidden: int, layers: int, c
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
-    model = Qwen3ForCausalLM(config)
+    if experts:
+        routing = dict(num_experts=experts, num_experts_per_tok=2, norm_topk_prob=True)
+        # With output_router_logits the loss adds the balance term; a run on the model would compute it for nothing.
+        config = Qwen3MoeConfig(**shape, **routing, moe_intermediate_size=hidden, output_router_logits=False)
+        model = Qwen3MoeForCausalLM(config)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
     )
@@ -163,7 +176,9 @@ def encode(tokenizer: "PreTrainedTokenizerFast", problems: list[dict], rng: rand
     return rows
 
 
-def supervise(model: "Qwen3ForCausalLM", rows: list[tuple[list, int]], options: argparse.Namespace) -> None:
+def supervise(
+    model: "Qwen3ForCausalLM | Qwen3MoeForCausalLM", rows: list[tuple[list, int]], options: argparse.Namespace
+) -> None:
     """Train on the completions, data-parallel over `--processes` processes of one thread each.
 
     Two processes of one thread learn nearly twice as fast as one of two threads at this size, and do not stall when
@@ -214,7 +229,11 @@ def padded_batch(rows: list[tuple[list[int], int]]) -> "tuple[torch.Tensor, torc
 
 
 def train_rank(
-    rank: int, model: "Qwen3ForCausalLM", rows: list, options: argparse.Namespace, folder: str | None
+    rank: int,
+    model: "Qwen3ForCausalLM | Qwen3MoeForCausalLM",
+    rows: list,
+    options: argparse.Namespace,
+    folder: str | None,
 ) -> None:
     """Train on one process's share of every batch; rank 0 prints a line every 100 steps."""
     import torch
@@ -258,6 +277,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--hidden", type=int, default=128, help="width, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--experts", type=int, default=0, help="experts a layer, two of them a token; 0 makes it dense"
+    )
     parser.add_argument("--context", type=int, default=512, help="longest prompt and completion together, in tokens")
     parser.add_argument("--limit", type=int, default=100, help="numbers are below this")
     parser.add_argument("--problems", type=int, default=20_000, help="training problems")
@@ -273,6 +295,8 @@ def main() -> None:
     options = parse_arguments()
     if options.hidden % 64:
         raise BadInput(f"--hidden ({options.hidden}) must be a multiple of 64.")
+    if options.experts < 0 or options.experts == 1:
+        raise BadInput(f"--experts ({options.experts}) must be 0 (dense), or 2 or more: a token is routed to two.")
     if options.processes < 1 or options.batch % options.processes:
         raise BadInput(f"--processes ({options.processes}) must divide --batch ({options.batch}).")
     if options.dry_run:
@@ -293,7 +317,7 @@ def main() -> None:
 
         torch.manual_seed(options.seed)
         tokenizer = make_tokenizer(train[:3000], rng, options.context)
-        model = make_model(tokenizer, options.hidden, options.layers, options.context)
+        model = make_model(tokenizer, options.hidden, options.layers, options.context, options.experts)
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
         if options.steps:
             supervise(model, encode(tokenizer, train, rng), options)

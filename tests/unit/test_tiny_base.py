@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kit.core.errors import BadInput
@@ -19,6 +20,7 @@ from recipes.tiny_base import PEOPLE, STORIES, THINGS, main, make_problems
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
+PARTS = ("gate_proj", "up_proj", "down_proj")
 SIZE = ("--hidden", "64", "--layers", "1", "--problems", "150", "--heldout", "20", "--processes", "1", "--steps", "3")
 
 
@@ -70,6 +72,21 @@ def test_the_model_loads_with_its_template_its_stop_token_and_tied_embeddings(le
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_a_mixture_is_stored_expert_by_expert_and_routes_a_token_to_two(tmp_path):
+    first = made(tmp_path / "first", "--experts", "4")
+    assert made(tmp_path / "second", "--experts", "4") == first
+    with safe_open(tmp_path / "first" / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_tensor(name).shape) for name in file.keys()}
+    experts = {f"model.layers.0.mlp.experts.{n}.{part}.weight" for n in range(4) for part in PARTS}
+    assert experts == {name for name in shapes if ".experts." in name}
+    assert {shapes[name] for name in experts} == {(64, 64)} and shapes["model.layers.0.mlp.gate.weight"] == (4, 64)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    chosen = model.model.layers[0].mlp.gate(torch.randn(5, 64, dtype=torch.bfloat16))[2]
+    assert chosen.shape == (5, 2) and model.config.norm_topk_prob
+    with pytest.raises(BadInput, match=r"--experts \(1\) must be 0 \(dense\), or 2 or more"):
+        made(tmp_path / "third", "--experts", "1")
 
 
 @pytest.mark.parametrize(
