@@ -60,7 +60,7 @@ class Merge:
         """Open and check the original checkpoint and the adapter's updates; (None, {}) if a dry run has no weights."""
         from kit.weights.frozen_base import BaseCheckpoint
         from merge.merge import read_adapter
-        from merge.quantize import check_shapes
+        from merge.quantize import check_experts, check_shapes
 
         if self.arguments.dry_run and not any(self.directory.glob("*.safetensors")):
             print(f"note: the weights of {self.info['model']} are not on this machine and a dry run does not download")
@@ -69,6 +69,7 @@ class Merge:
         self.base = BaseCheckpoint(self.directory, self.info, into=self.into)
         updates = read_adapter(self.adapter, self.base) if self.adapter else {}
         for name in self.formats:
+            check_experts(self.base, name)
             check_shapes(self.base, name)
         self._check_space()
         return self.base, updates

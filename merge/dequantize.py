@@ -4,9 +4,9 @@ Every weight is code · scale in float32, rounded once to BF16. Covers: `fp8` wi
 compressed-tensors' FP8, INT8 and packed integers (what `python -m merge` writes as fp8, fp8_block and w4a16). The
 checkpoint is read tensor by tensor and the model is never loaded, so memory is one tensor plus what decompressing it
 takes. transformers 5.17 dequantizes on a CPU while loading, but it quantizes an `fp8` model again when saving it, and
-it misreads partial blocks at the end of a weight as smaller blocks. Not covered: FP4, other methods, mixtures of
-experts, models whose layout differs from that of their checkpoint (but language models in a known wrapper, with the
-other parts in BF16).
+it misreads partial blocks at the end of a weight as smaller blocks. Experts are stored, and converted, one matrix at a
+time. Not covered: FP4, other methods, models whose layout differs from that of their checkpoint (but mixtures of
+experts that can be trained, and language models in a known wrapper, with the other parts in BF16).
 """
 
 import importlib.metadata
@@ -18,7 +18,6 @@ import torch
 
 from kit.core.checkpoint_files import quantization_of, read_header
 from kit.core.errors import DONE, BadInput, CheckFailed
-from kit.core.formats import find_experts
 from kit.core.run_directory import manifest_as_written, publish, write_manifest
 from kit.weights.checkpoint import checkpoint_shards, find_checkpoint, read_tensor
 from kit.weights.layout import parameter_shapes
@@ -91,11 +90,7 @@ def check_quantized(source: str, config: Any) -> dict:
             f"{source} is not quantized (no quantization_config in its config.json), so there is nothing to undo: "
             "it is a base as it is."
         )
-    facts, method = config.to_dict(), settings.get("quant_method")
-    if experts := find_experts(facts):
-        raise BadInput(
-            f"{source} is a mixture of experts ({experts}), which is no base for any recipe here. Take a dense model."
-        )
+    method = settings.get("quant_method")
     why = None
     if method not in DEQUANTIZED:
         why = f"quant_method {method}"

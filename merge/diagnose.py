@@ -135,11 +135,12 @@ class Diagnosis:
     def _reader(self, name: str) -> "Reader":
         import torch
 
-        from merge.quantize import STORED, check_shapes, format_of
+        from merge.quantize import STORED, check_experts, check_shapes, format_of
 
         if name == "bf16":
             return lambda module, policy, weight: weight.to(torch.bfloat16).float()
         if name in STORED:
+            check_experts(self.base, name)
             check_shapes(self.base, name)
             return computed(format_of(self.base, name))
         return self._checkpoint_reader(name)

@@ -260,6 +260,26 @@ def check_shapes(base: BaseCheckpoint, name: str) -> None:
         raise BadInput(f"{name} {fault}. Leave {name} out; fp8 has no such limit.")
 
 
+def check_experts(base: BaseCheckpoint, name: str) -> None:
+    """Raise `BadInput` if no reader computes with a mixture of experts in this format; reads only headers."""
+    fmt, why = FORMATS[name], ""
+    if not base.experts:
+        return
+    if fmt.layout == "bitsandbytes":
+        why = "transformers 5.17 with bitsandbytes reads the packed weights of experts as if they were plain ones"
+    elif fmt.needs_llmcompressor:
+        why = "llm-compressor has not been tried on experts"
+    elif fmt.needs_calibration:
+        why = "its input ranges are those of linear layers, and an expert that no calibration token reaches has none"
+    if why:
+        others = [one for one, fmt in STORED.items() if fmt.weight and not fmt.needs_data]
+        experts = 1 + max(place.expert for place in base.experts.values())
+        raise BadInput(
+            f"{base.config.model_type} is a mixture of {experts} experts, "
+            f"which cannot be stored as {name}: {why}. Leave {name} out; bf16, {', '.join(others)} hold experts."
+        )
+
+
 class Refused(CheckFailed):
     """A format that cannot be written, or would lose the update; the other formats of the same command go on.
 

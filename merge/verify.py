@@ -32,6 +32,7 @@ from kit.weights.initialization import loaded_weights_kept
 from kit.weights.plain_linear import plain_linears
 from kit.weights.read_quantized import StoredWeights
 from kit.weights.wrapped import language_config, loading, wrapper_of
+from merge.quantized_experts import read_experts
 from merge.trained import find_trained
 
 SEQUENCES = 12  # of each kind: held-out prompts, logged completions
@@ -104,6 +105,7 @@ def load_for_scoring(
         for module in model.modules():  # compressed-tensors dequantizes FP4 to BF16 whatever the model computes in
             if isinstance(module, torch.nn.Linear):
                 module.weight.data = module.weight.data.to(weights or dtype).to(dtype)
+        read_experts(model, directory, weights or dtype, dtype)
     if method == "bitsandbytes":
         disable_cpu_repacking(model)
         compute_in(model, dtype)

@@ -217,14 +217,14 @@ def fitted_to(fmt: QuantFormat, model_config: Any) -> QuantFormat:
 
 
 def check_model(fmt: QuantFormat, model_config: Any) -> None:
-    """Raise `BadInput` if a model with this configuration cannot have a checkpoint in `fmt`: a mixture of experts, or
+    """Raise `BadInput` if a model with this configuration cannot be trained for `fmt`: a mixture of experts, or
     linear layers whose sizes the format's blocks do not divide."""
     facts = _facts(model_config)
     if experts := find_experts(facts):
         raise BadInput(
             f"policy.quant_cfg {fmt.name}: the model ({facts.get('model_type', 'unknown')}) is a mixture of experts "
-            f"({experts}). Its experts' weights are no linear layers: neither adapter nor quantizer reaches them, and "
-            "servers store them in other layouts. Take a dense model."
+            f"({experts}). Its experts' weights are no linear layers, so no quantizer of the training reaches them. "
+            "Leave policy.quant_cfg out, or take a dense model."
         )
     check_shapes(fmt, _decoder_shapes(facts))
 

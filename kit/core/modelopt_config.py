@@ -27,7 +27,7 @@ _SEARCH = "it searches scales or parts of a weight as it is, and training moves 
 _INT8 = "no layout of the kit holds INT8. Take fp8"
 _MX = "no layout of the kit has MX blocks of 32 with E8M0 scales. Take nvfp4a16, nvfp4 or fp8_block"
 _MIXED = "it leaves some linear layers unquantized, and a layout of the kit has one format for all. Take nvfp4a16"
-_MOE = "it is for a mixture of experts, whose experts neither adapter nor quantizer reaches"
+_MOE = "it is for a mixture of experts, whose experts no quantizer of the training reaches"
 _KV = "it quantizes the KV cache alone, for which server.kv_cache is the key"
 # The other configurations of that version, by the reason they cannot be deployed.
 _REFUSED = {

@@ -395,10 +395,20 @@ class BaseCheckpoint:
         return self.read(name).to(device=self.device, dtype=self.dtype)
 
     def unquantized_linears(self) -> list[str]:
-        """Linear modules that the base stores unquantized: the output embedding and the run's skipped modules."""
+        """Linear modules that the base stores unquantized: the output embedding, the run's skipped modules, and
+        routers by their names in the files: linear layers in vLLM (0.31), modules of their own in transformers."""
         modules = without_weights(self.config).named_modules()
         linears = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
-        return [name for name in linears if f"{name}.weight" not in self.quantized]
+        linears = [name for name in linears if f"{name}.weight" not in self.quantized]
+        return linears + [name for name in self.routers() if name not in linears]
+
+    def routers(self) -> list[str]:
+        """Modules beside a layer's experts that the base stores as one unquantized matrix, by their names in the
+        files; empty for a dense model."""
+        parents = {place.module.rpartition(".")[0] for place in self.experts.values()}
+        weights = [name for name in self.files if name.endswith(".weight") and name not in self.quantized]
+        beside = [name for name in weights if name.rsplit(".", 2)[0] in parents and len(self.shape(name)) == 2]
+        return [self.stored[name].removesuffix(".weight") for name in beside]
 
     def nf4(self, name: str) -> tuple[torch.Tensor, Any]:
         """Return (packed bytes, quant state) of a base tensor in NF4; `CheckFailed` if its hash is not base.json's."""
