@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from kit.core.config.recipe import QUANTIZED
 from kit.core.run_directory import RunDir, read_json
 from tests import processes
 from tests.unit.merge_fixture import read_all
@@ -51,3 +52,22 @@ def test_two_steps_train_the_language_model_and_merge_writes_the_whole_checkpoin
     with torch.no_grad():
         logits = [load_whole(one, dtype=torch.float32)(IDS).logits for one in (model, run.merged / "grpo" / "bf16")]
     assert logits[1].isfinite().all() and not torch.equal(*logits)
+
+
+@pytest.mark.parametrize(("family", "name"), [("gemma3", "nvfp4a16"), ("qwen3_5", "nvfp4a16"), ("qwen2_5_vl", "fp8")])
+def test_a_run_for_a_format_is_merged_into_what_it_trained_with(
+    family, name, tmp_path, recipe, recipe_arguments, tiny_model_dir
+):
+    """`merge` fails unless the checkpoint computes with the numbers of the training."""
+    model = make_wrapped(tmp_path / "model", family)
+    changes = {"data.path": tiny_model_dir, "train.max_steps": 2, "policy.target_modules": "all-linear"}
+    changes |= {"reward.functions": "['tests.smoke.test_wrapped:letters']", "rollout.max_prompt_length": 96}
+    changes |= {"reward.options": "{}", "policy.quant_cfg": name, "train.save_steps": 2}
+    done = recipe(recipe_arguments(model, tmp_path / "run", changes), QUANTIZED)
+    assert done.code == 0, done.err
+    finished = processes.run([sys.executable, "-m", "merge", "--run", str(tmp_path / "run"), "--policy", "grpo"])
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    folder = RunDir.open(tmp_path / "run").merged / "grpo" / name
+    assert read_json(folder / "manifest.json")["verify"]["mean_kl"] < 1e-4
+    before, after = read_all(model), read_all(folder)
+    assert all(torch.equal(before[one], after[one]) for one in RunDir.open(tmp_path / "run").base()["carried"])
