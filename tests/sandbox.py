@@ -102,7 +102,8 @@ def environment(caller: Mapping[str, str], root: Path, copy: Path) -> dict[str, 
     found["GRPO_KIT_CACHE"] = os.path.abspath(cache)
     (home := copy.with_name("home")).mkdir(exist_ok=True)
     # Compiled modules are kept: a hundred processes would each compile the kit's own.
-    return {**found, **SET, "HOME": str(home), MARK: str(copy), CHECKOUT: str(root)}
+    start = str(copy / "tests" / "start")  # its sitecustomize.py
+    return {**found, **SET, "HOME": str(home), "PYTHONPATH": start, MARK: str(copy), CHECKOUT: str(root)}
 
 
 def moved(argument: str, here: Path, copy: Path, is_file: bool) -> str:

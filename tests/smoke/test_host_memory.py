@@ -1,6 +1,7 @@
 """The plan's memory of a CPU process beside what a real run takes."""
 
 import json
+import os
 import sys
 
 from tests import processes
@@ -15,7 +16,7 @@ def test_a_run_s_peak_is_what_the_plan_says(recipe_arguments, learning_model_dir
     keys = {"train.max_steps": 1, "train.per_device_train_batch_size": 512, "train.recompute": "none"}
     arguments = recipe_arguments(learning_model_dir, tmp_path / "unused", keys)
     script = [sys.executable, str(ROOT / "tests" / "evidence" / "host_memory.py"), "--sides", "after", "--json"]
-    done = processes.run([*script, *arguments])
+    done = processes.run([*script, *arguments], env=os.environ | {"PYTHONPATH": ""})  # without tests/start
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     measured, plan = found["measured"]["after"], found["plan"]

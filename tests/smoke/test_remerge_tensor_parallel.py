@@ -22,7 +22,12 @@ def scores_of(folder: Path, model: Path, weights: str) -> dict[str, np.ndarray]:
     and back."""
     keys = ["--config", "recipes/configs/grpo-tiny-nf4-cpu.yaml", f"--model.path={model}", "--model.dtype=bfloat16"]
     assert merge_base([*keys, "--out", str(folder / "base")]) == 0
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT}/tests/start",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     command = [sys.executable, str(SCRIPT), str(folder), weights]
     done = processes.run(command, cwd=folder, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SCORES ")]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import resource
 import shutil
 import signal
@@ -175,7 +176,7 @@ def died(tmp_path_factory):
     make_model(folder / "small")
     make_large(folder / "large", folder / "small")
     command = [sys.executable, "-c", MEMORY_AND_DEATH, str(folder)]
-    return folder, processes.run(command)
+    return folder, processes.run(command, env=os.environ | {"PYTHONPATH": ""})  # without tests/start: memory counts
 
 
 def test_memory_is_that_of_a_tensor_and_not_of_a_shard(died):

@@ -33,12 +33,10 @@ HOSTILE = {
 PROBE = """
 import json, os, subprocess, sys
 from pathlib import Path
-from types import SimpleNamespace
 import pytest, recipes
 SEES = '''
 import json, os
 from pathlib import Path
-from types import SimpleNamespace
 there = [str(path) for path in map(Path, ("runs", "models", ".venv")) if path.exists()]
 home = [str(path) for path in Path.home().rglob("*") if path.is_file()]
 print(json.dumps({"there": there, "home": home, "cwd": os.getcwd(), "environment": dict(os.environ)}))
@@ -98,7 +96,7 @@ def test_nothing_of_the_callers_environment_or_home_reaches_a_test(started):
     for facts in seen:
         assert {name for name, value in HOSTILE.items() if facts["mine"].get(name) == value} == set()
         assert facts["mine"]["CI"] == "true" and facts["mine"]["OMP_NUM_THREADS"] == "1"
-        assert "PYTHONPATH" not in facts["mine"]
+        assert facts["mine"]["PYTHONPATH"] == f"{facts['root']}/tests/start"
     assert [facts["child"]["home"] for facts in seen] == [[], []]
 
 
