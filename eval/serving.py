@@ -248,7 +248,7 @@ def measure(settings: Settings, name: str) -> dict:
     """Start one format's server, measure every concurrency, stop the server; return its row of serving.json."""
     path = settings.checkpoints[name]
     if reason := missing_kernel(path):
-        raise CheckFailed(f"{reason}. Serve another format, fp8 for example.")
+        raise CheckFailed(f"{reason}. Serve another format, bf16 for example.")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

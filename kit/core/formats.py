@@ -224,7 +224,7 @@ def check_model(fmt: QuantFormat, model_config: Any) -> None:
         raise BadInput(
             f"policy.quant_cfg {fmt.name}: the model ({facts.get('model_type', 'unknown')}) is a mixture of experts "
             f"({experts}). Its experts' weights are no linear layers, so no quantizer of the training reaches them. "
-            "Leave policy.quant_cfg out, or take a dense model."
+            "Take a dense model, or leave policy.quant_cfg out."
         )
     check_shapes(fmt, _decoder_shapes(facts))
 

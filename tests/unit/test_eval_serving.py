@@ -110,7 +110,7 @@ def test_a_format_without_a_kernel_on_this_processor_is_recorded_and_no_server_i
     assert serving.main(["--run", str(run), *SMALL]) == 1
     result = read_json(run / "serving.json")
     assert list(result["formats"]) == ["fp8"] and not (run / "merged/grpo/bf16/pid").exists()
-    assert result["failed"]["bf16"] == {"error": f"{reason}. Serve another format, fp8 for example.", "log": None}
+    assert result["failed"]["bf16"] == {"error": f"{reason}. Serve another format, bf16 for example.", "log": None}
 
 
 def test_a_server_that_streams_in_lumps_is_pointed_out(run):
