@@ -11,8 +11,9 @@ from kit.core.config.recipe import PLAIN, recipe_of
 from kit.core.config.schema import Config
 from kit.core.config.trl_rules import FLOOR_FIELD
 from kit.core.errors import BadInput
+from kit.core.formats import find_experts
 from kit.core.limits import SERVED_RANKS
-from kit.core.run_directory import base_directory
+from kit.core.run_directory import base_directory, read_json
 from reward import is_own
 
 # TRL's losses by verl's aggregation mode (trl.trainer.grpo_trainer, verl.trainer.ppo.core_algos.agg_loss).
@@ -113,6 +114,11 @@ def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
         found.append(
             f"policy.lora_rank ({policy.lora_rank}) is above {SERVED_RANKS[-1]}, the largest that vLLM serves."
         )
+    if policy.expert_rank != 0 and (experts := _experts(config)):
+        found.append(
+            f"{config.model.source} is a mixture of experts ({experts}): verl gives peft target_modules alone, which "
+            "put no adapter on routed experts. Set policy.expert_rank to 0 to export a run without one."
+        )
     completions = _completions(config, processes)
     if completions % cluster.gpus:
         found.append(
@@ -126,6 +132,12 @@ def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
             "cluster."
         )
     return found
+
+
+def _experts(config: Config) -> str:
+    """What `find_experts` says of a local model; empty for one on the hub, whose configuration is not read here."""
+    file = Path(config.model.path or "") / "config.json"
+    return find_experts(read_json(file)) if config.model.path and file.is_file() else ""
 
 
 def _alpha(config: Config) -> float:

@@ -120,6 +120,15 @@ def test_the_processes_here_are_what_the_yaml_says():
     assert values_of(EIGHT, processes=2)["data.train_batch_size"] == 16
 
 
+def test_an_adapter_on_routed_experts_is_refused_and_one_beside_them_is_not(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_local_experts": 8}))
+    config = load_config(ROOT / "recipes/configs/grpo-tiny-moe-nf4-cpu.yaml", [f"--model.path={tmp_path}"])
+    with pytest.raises(BadInput, match=r"mixture of experts \(num_local_experts 8\): .* no adapter on routed experts"):
+        translate(config, Cluster(1, 8), None, False, tmp_path)
+    config.policy.expert_rank = 0
+    translate(config, Cluster(1, 8), None, False, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("overrides", "cluster", "complaint"),
     [
