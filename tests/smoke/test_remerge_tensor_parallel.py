@@ -46,8 +46,10 @@ def test_two_workers_serve_what_a_fresh_load_of_the_merged_checkpoint_serves(tmp
 
 
 @pytest.mark.slow
-def test_experts_split_over_two_workers_are_those_of_a_fresh_load(tmp_path):
-    model = make_experts(tmp_path / "model", moe_intermediate_size=128, hidden_size=128, head_dim=32)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "olmoe"])
+def test_experts_split_over_two_workers_are_those_of_a_fresh_load(tmp_path, kind):
+    shared = {"shared_expert_intermediate_size": 128} if kind == "qwen2_moe" else {}
+    model = make_experts(tmp_path / "model", kind, moe_intermediate_size=128, hidden_size=128, head_dim=32, **shared)
     byte_tokenizer().save_pretrained(model)
     scores = scores_of(tmp_path, model, "bf16")
     assert np.array_equal(scores["adapter"], scores["fresh"])
