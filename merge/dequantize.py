@@ -72,14 +72,14 @@ def main(argv: list[str]) -> int:
 def check_places(source: Path | None, out: Path, overwrite: bool) -> None:
     """Raise `BadInput` if a local source does not exist, or if `out` must not be replaced or contains the source."""
     if source is not None and not source.is_dir():
-        raise BadInput(f"--model.path {source} is no directory (seen from {Path.cwd()}). Hub ids go into --model.id.")
+        raise BadInput(f"--model.path {source} is not a directory (in {Path.cwd()}). Hub ids go into --model.id.")
     if source is not None and out.resolve() in (source.resolve(), *source.resolve().parents):
         raise BadInput(f"--out {out} is where the quantized checkpoint lies ({source}). Choose another place.")
     if out.exists() and not overwrite:
         raise BadInput(f"{out} exists already. Pass --overwrite to replace it, or --out for another place.")
     # A mistyped --out must not delete an unrelated folder.
     if out.exists() and manifest_as_written(out).get("kind") != "checkpoint":
-        raise BadInput(f"{out} is no checkpoint of this kit: --overwrite does not replace it. Choose another place.")
+        raise BadInput(f"{out} is not a checkpoint of this kit, so --overwrite keeps it. Choose another place.")
 
 
 def check_quantized(source: str, config: Any) -> dict:

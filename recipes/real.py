@@ -69,7 +69,7 @@ def main() -> int:
     if options.steps is not None and options.steps < 1:
         raise BadInput(f"--steps ({options.steps}) must be at least 1.")
     if options.problems is not None and not Path(options.problems).is_file():
-        raise BadInput(f"--problems {options.problems} is no file.")
+        raise BadInput(f"--problems {options.problems} is not a file.")
     seconds: dict[str, float] = {}
     run, steps = training_steps(options)
     for prepare in preparing_steps(options.problems):

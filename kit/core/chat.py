@@ -59,7 +59,7 @@ def faults(arguments: dict) -> list[str]:
 def _unfit(value: Any) -> str:
     """Why a value cannot be a template argument; empty if it can."""
     if isinstance(value, str) and value.lower() in WORDS:
-        return f"is the text {value!r}, which a template takes for true. Write it without quotes"
+        return f"is the text {value!r}, which a template treats as true. Write it without quotes"
     if isinstance(value, float) and not math.isfinite(value):
         return f"is {value}, which JSON cannot carry to a server"
     if value is None or isinstance(value, bool | int | float | str):

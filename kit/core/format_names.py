@@ -36,7 +36,7 @@ def read_quant_format(text: str, key: str = "policy.quant_cfg") -> QuantFormat:
         )
     names = {name: name for name in TRAINED} | modelopt_config.LAYOUTS
     raise BadInput(
-        f"{key} ({text}) is no format, no configuration of nvidia-modelopt and no YAML file.{_nearest(text, names)} "
+        f"{key} ({text}) is not a format, a configuration of nvidia-modelopt or a YAML file.{_nearest(text, names)} "
         f"Known: {', '.join(names)}."
     )
 

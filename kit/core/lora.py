@@ -6,13 +6,13 @@ Shared by the trainer's merge, the rollout server and the workers inside vLLM. N
 import math
 import re
 
-# Initializations that rewrite the base weight, so that B·A belongs to another base than the one loaded from disk.
+# Initializations that rewrite the base weight, so that B·A does not belong to the base loaded from disk.
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Other adapter features of peft 0.21, by the key of adapter_config.json that enables them.
 OTHER_KINDS = {
     "fan_in_fan_out": "the factors are transposed (Conv1D models)",
     "layer_replication": "the adapter belongs to a model with repeated layers; train without it",
-    "alora_invocation_tokens": "the adapter holds for a part of the sequence; train a plain LoRA",
+    "alora_invocation_tokens": "the adapter applies to part of the sequence only; train a plain LoRA",
     "trainable_token_indices": "trained rows of the embedding; train without them",
     "use_qalora": "the adapter sees pooled inputs; train a plain LoRA",
     "use_bdlora": "the factors are block-diagonal; train a plain LoRA",
@@ -46,20 +46,20 @@ def reasons(config: dict, tied: bool = False) -> list[str]:
     """
     found = []
     if config.get("peft_type") != "LORA":
-        found.append(f"peft_type is {config.get('peft_type')!r}, only LORA is taken")
+        found.append(f"peft_type is {config.get('peft_type')!r}, only LORA is supported")
     if config.get("use_dora"):
-        found.append("use_dora: DoRA rescales the merged weight, s·B·A is not its update; train with use_dora=False")
+        found.append("use_dora: DoRA rescales the merged weight: its update is not s·B·A; train with use_dora=False")
     if config.get("modules_to_save"):
         found.append(
             f"modules_to_save {config['modules_to_save']}: fully trained copies, which the NF4 base's hash does not "
-            "cover and a server has no place for; train without them"
+            "cover and a server cannot load; train without them"
         )
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         found.append("trained biases (bias or lora_bias): the base's biases are frozen; train with bias='none'")
     found += [f"{key}: {why}" for key, why in OTHER_KINDS.items() if config.get(key)]
     if odd := [name for name in config.get("target_parameters") or () if not _is_expert_parameter(name)]:
         found.append(
-            f"target_parameters names {odd[0]}; of bare parameters only those of fused experts are taken "
+            f"target_parameters names {odd[0]}; of bare parameters, only those of fused experts are supported "
             f"({', '.join(f'experts.{name}' for name in EXPERT_PARAMETERS)})"
         )
     found += [

@@ -22,12 +22,12 @@ from kit.core.formats import TRAINED, ActivationFormat, QuantFormat, WeightForma
 
 # nvidia-modelopt 0.47 configurations that a layout can store, with the kit's name for that layout.
 LAYOUTS = {fmt.modelopt: fmt.name for fmt in TRAINED.values() if fmt.modelopt}
-_AWQ = "AWQ searches scales for a weight as it is, and training moves it. Take w4a16 or nvfp4a16"
-_SEARCH = "it searches scales or parts of a weight as it is, and training moves it. Take nvfp4a16 or nvfp4"
-_INT8 = "no layout of the kit holds INT8. Take fp8"
-_MX = "no layout of the kit has MX blocks of 32 with E8M0 scales. Take nvfp4a16, nvfp4 or fp8_block"
-_MIXED = "it leaves some linear layers unquantized, and a layout of the kit has one format for all. Take nvfp4a16"
-_MOE = "it is for a mixture of experts, whose experts no quantizer of the training reaches"
+_AWQ = "AWQ searches scales for fixed weights, and training changes them. Use w4a16 or nvfp4a16"
+_SEARCH = "it searches scales or parts of fixed weights, and training changes them. Use nvfp4a16 or nvfp4"
+_INT8 = "no layout of the kit has INT8. Use fp8"
+_MX = "no layout of the kit has MX blocks of 32 with E8M0 scales. Use nvfp4a16, nvfp4 or fp8_block"
+_MIXED = "it leaves some linear layers unquantized, and a layout of the kit has one format for all. Use nvfp4a16"
+_MOE = "it is for a mixture of experts, and quantizers do not reach experts"
 _KV = "it quantizes the KV cache alone, for which server.kv_cache is the key"
 # The other configurations of that version, by the reason they cannot be deployed.
 _REFUSED = {
@@ -40,8 +40,8 @@ _REFUSED = {
     _MOE: "MAMBA_MOE_FP8_AGGRESSIVE MAMBA_MOE_FP8_CONSERVATIVE MAMBA_MOE_NVFP4_AGGRESSIVE "
     "MAMBA_MOE_NVFP4_CONSERVATIVE NVFP4_EXPERTS_ONLY",
     _KV: "FP8_KV FP8_AFFINE_KV NVFP4_KV NVFP4_AFFINE_KV NVFP4_KV_ROTATE",
-    "servers quantize the activations of FP8 blocks too. Take fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY",
-    "no layout of the kit has FP4 weights with FP8 activations. Take nvfp4a16 or nvfp4": "W4A8_NVFP4_FP8",
+    "servers quantize the activations of FP8 blocks too. Use fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY",
+    "no layout of the kit has FP4 weights with FP8 activations. Use nvfp4a16 or nvfp4": "W4A8_NVFP4_FP8",
 }
 NO_LAYOUT = {f"{name}_CFG": why for why, names in _REFUSED.items() for name in names.split()}
 PACKAGE = "modelopt.torch.quantization.config"
@@ -111,7 +111,7 @@ def read_file(path: Path, key: str) -> QuantFormat:
     except OSError as error:
         raise BadInput(f"{key}: {path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, ValueError) as error:  # an impossible date is a ValueError
-        raise BadInput(f"{key}: {path} is no YAML: {error}") from None
+        raise BadInput(f"{key}: {path} is not YAML: {error}") from None
     return read(content, str(path), key)
 
 
@@ -136,13 +136,13 @@ def _format(content: Any) -> QuantFormat:
         raise _Refused(f"it has no quant_cfg, the list of quantizers{_misspelled(keys, ('quant_cfg', 'quantize'))}")
     if unknown := [key for key in content if key not in CONTENT_KEYS]:
         raise _Refused(
-            f"{unknown[0]} is no key beside quant_cfg and algorithm (write imported parts out)"
+            f"{unknown[0]} is not a key next to quant_cfg and algorithm (expand imports)"
             f"{_hint(unknown[0], CONTENT_KEYS)}"
         )
     algorithm = content.get("algorithm")
     method = algorithm.get("method") if isinstance(algorithm, Mapping) else algorithm
     if method not in (None, "max"):
-        raise _Refused(f"algorithm {method} changes weights or scales after training; possible is max")
+        raise _Refused(f"algorithm {method} changes weights or scales after training; only max is possible")
     entries = list(_entries(content["quant_cfg"]))
     _check_patterns(entries)
     inputs, weights = (_of_all_linears(entries, kind) for kind in ("input_quantizer", "weight_quantizer"))
@@ -174,15 +174,15 @@ def _entries(quant_cfg: Any) -> Iterable[tuple[str, str | None, bool | None, Any
     for raw in quant_cfg:
         entry = raw if isinstance(raw, Mapping) else {}
         if "$import" in entry:
-            raise _Refused(f"quant_cfg imports {entry['$import']}, which only the package resolves; write it out")
+            raise _Refused(f"quant_cfg imports {entry['$import']}, which only the package resolves; expand it")
         if "quantizer_name" in entry:
             name, cfg = entry["quantizer_name"], entry.get("cfg")
             if unknown := [key for key in entry if key not in ENTRY_KEYS]:
                 hint = _hint(unknown[0], ENTRY_KEYS)
-                raise _Refused(f"{name} has {unknown[0]}, which is no key of an entry{hint}")
+                raise _Refused(f"{name} has {unknown[0]}, which is not a key of an entry{hint}")
             _check_entry(name, entry.get("enable"), cfg, "cfg ")
             if isinstance(cfg, Mapping) and cfg.get("enable") not in (None, True):
-                raise _Refused(f"{name} has enable {cfg['enable']!r:.60} in cfg; enable stands beside cfg")
+                raise _Refused(f"{name} has enable {cfg['enable']!r:.60} in cfg; enable belongs next to cfg")
             yield name, entry.get("parent_class"), entry.get("enable"), cfg or None
         elif not entry or not all(isinstance(key, str) for key in entry) or set(entry) & set(ENTRY_KEYS):
             near = _misspelled(entry, ("quantizer_name",))
@@ -212,7 +212,7 @@ def _hint(key: Any, known: Iterable[str], prefix: str = "", cutoff: float = 0.6)
 
 def _misspelled(keys: Iterable[Any], missing: Iterable[str]) -> str:
     """Hint for the first of `keys` that may be a misspelling of a missing key."""
-    return next((f". {key} is no key{hint}" for key in keys if (hint := _hint(key, missing))), "")
+    return next((f". {key} is not a key{hint}" for key in keys if (hint := _hint(key, missing))), "")
 
 
 def _check_entry(pattern: Any, enabled: Any, attributes: Any, key: str = "") -> None:
@@ -236,7 +236,7 @@ def _check_patterns(entries: list) -> None:
             continue
         hint = _hint(last, (*OF_LINEARS, *OF_ATTENTION), start, cutoff=0.8)
         if hint and not any(fnmatch.fnmatchcase(name, pattern) for name in _quantizers()):
-            raise _Refused(f"{pattern} fits no quantizer{hint}")
+            raise _Refused(f"{pattern} matches no quantizer{hint}")
 
 
 def _quantizers() -> Iterable[str]:
@@ -268,7 +268,7 @@ def _of_all_linears(entries: list, kind: str) -> _Quantizer:
         first = first or (module, found)
         if found[:2] != first[1][:2] and (found.enabled or first[1].enabled):
             raise _Refused(
-                f"{found.pattern} makes {module}.{kind} another than that of {first[0]}; a layout has one format for "
+                f"{found.pattern} makes {module}.{kind} differ from that of {first[0]}; a layout has one format for "
                 "all linear layers of the decoder"
             )
     return first[1]
@@ -288,7 +288,7 @@ def _check_others(entries: list) -> None:
 def _attributes(found: _Quantizer) -> tuple[Any, dict[int, int], Any, Any]:
     """(bits, {dimension: block}, bits of the block scales, whether ranges are dynamic)."""
     if not isinstance(found.attributes, Mapping):
-        raise _Refused(f"{found.pattern} quantizes several times in a row; a layout does it once")
+        raise _Refused(f"{found.pattern} quantizes several times in a row; a layout quantizes once")
     for key, value in found.attributes.items():
         if key not in FREE and (key not in FIXED or value not in (FIXED[key], None)):
             hint = "" if key in FIXED else _hint(key, (*FREE, *FIXED))
@@ -303,7 +303,7 @@ def _attributes(found: _Quantizer) -> tuple[Any, dict[int, int], Any, Any]:
             sizes[int(key)] = size
         except (TypeError, ValueError, OverflowError):
             raise _Refused(
-                f"{found.pattern} has {key!r} in block_sizes; possible are {', '.join(BLOCK_KEYS)}"
+                f"{found.pattern} has {key!r} in block_sizes; valid keys are {', '.join(BLOCK_KEYS)}"
                 f"{_hint(key, BLOCK_KEYS)}"
             ) from None
     return _bits(found.attributes.get("num_bits", 8)), sizes, scale_bits, "dynamic" in kinds

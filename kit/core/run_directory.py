@@ -1,4 +1,4 @@
-"""The run directory: its layout, and how an artifact becomes whole or does not exist.
+"""The run directory: its layout, and how an artifact is published whole or not at all.
 
 Covers: atomic publication of directories and JSON files, manifests with sizes and content hashes, finding the newest
 whole adapter or checkpoint of a run. Needs only the standard library, so every package may import it.
@@ -155,7 +155,7 @@ def _remove_dead_partials(final: Path) -> None:
             shutil.rmtree(dead, ignore_errors=True)
         except BlockingIOError:
             raise BadInput(
-                f"{final} is being written by another process, in {partial}. Wait for its end, or choose another "
+                f"{final} is being written by another process, in {partial}. Wait until it ends, or choose another "
                 "place."
             ) from None
         except OSError:
@@ -236,7 +236,7 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
     if not (directory / MANIFEST).is_file():
         if (directory / "adapter_config.json").is_file():
             raise BadInput(_plain_adapter(directory))
-        raise BadInput(f"{directory} has no {MANIFEST}: it was not written by this kit, or not to the end.")
+        raise BadInput(f"{directory} has no {MANIFEST}: it was not written by this kit, or not completely.")
     manifest = read_json(directory / MANIFEST)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise BadInput(f"{directory / MANIFEST} lists no files: it was not written by this kit.")
@@ -264,9 +264,9 @@ def _plain_adapter(directory: Path) -> str:
     """Error text for an adapter that peft alone wrote: why it is refused, and what can be done with it."""
     return (
         f"{directory} is an adapter without {MANIFEST}, as peft alone writes it: the manifest has the hash of the "
-        "base that it was trained on, without which nothing shows that it fits this one. Only adapters of the kit's "
-        "runs (runs/NAME/adapters/v000010) are taken. To go on from this one, merge it with peft into the 16-bit "
-        "model that it was trained on (PeftModel.from_pretrained(model, adapter).merge_and_unload()"
+        "base that it was trained on, without which nothing shows that it fits this base. Only adapters of the kit's "
+        "runs (runs/NAME/adapters/v000010) are accepted. To continue from this one, merge it with peft into the "
+        "16-bit model that it was trained on (PeftModel.from_pretrained(model, adapter).merge_and_unload()"
         ".save_pretrained(out), the tokenizer beside it) and start a run with model.path out."
     )
 

@@ -1,4 +1,4 @@
-"""Which process trains in a run directory, how the last one ended, and how a new run replaces an old one.
+"""Lock a run directory, record how its last trainer ended, and replace an old run by a new one.
 
 Needs only the standard library, so any tool that looks at a run can import it. A training process holds the
 directory's lock for as long as it lives and records its identity in the lock file; when it ends, it leaves `end.json`.
@@ -59,7 +59,7 @@ def lock_run(run: RunDir) -> IO:
     except BlockingIOError:
         file.close()
         raise BadInput(
-            f"{run.path} is being trained in by another process. Wait for it, or use another run.name."
+            f"{run.path} is being trained in by another process. Wait until it ends, or use another run.name."
         ) from None
     file.truncate(0)
     json.dump({"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid())}, file)

@@ -58,9 +58,9 @@ def _check_disjoint(rows: list[tuple[str, str | list[dict]]], config: Config) ->
         problem, row, whole = leaked[0]
         raise BadInput(
             f"policy.quant_calib_data {config.policy.quant_calib_data} holds {len(leaked)} of {len(heldout)} held-out "
-            f"problems ({problem.source} {'is' if whole else 'stands in'} {row.source}: {problem.question[:80]!r}), "
-            "so the input ranges would be fit to what the run is measured on. Remove them from the file, or set "
-            "policy.quant_calib_data to train."
+            f"problems ({problem.source} {'is' if whole else 'is inside'} {row.source}: {problem.question[:80]!r}), "
+            "so the input ranges would be fitted to problems that the run is evaluated on. Remove them from the file, "
+            "or set policy.quant_calib_data to train."
         )
 
 

@@ -214,7 +214,7 @@ def _problem(row: Row, data: "DataConfig") -> tuple[Problem | None, str]:
     if gold is None:
         return None, error
     if not _is_unicode(question + gold):
-        return None, "a character that is half of a surrogate pair, which no tokenizer reads"
+        return None, "an unpaired surrogate (half of a character), which no tokenizer reads"
     question = question.replace("\r\n", "\n").strip()
     if data.answer_format == "mbpp":
         question += shown_test(gold)
@@ -240,7 +240,7 @@ def _shortened(value: Any, most: int = 40) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether `text` can be written as UTF-8; JSON may hold half of a surrogate pair, from an emoji that was cut."""
+    """Whether `text` can be written as UTF-8; JSON may hold half of a surrogate pair, from a truncated emoji."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -305,7 +305,7 @@ def _rows(data: "DataConfig", split: str) -> Iterator[Row]:
     elif data.id:
         yield from _hub_rows(data, split_name)
     else:
-        raise BadInput("no problems are named: set data.id (a hub id) or data.path (a local file or directory).")
+        raise BadInput("no data set is named: set data.id (a hub id) or data.path (a local file or directory).")
 
 
 def _is_one_split(path: Path) -> bool:

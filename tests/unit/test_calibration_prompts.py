@@ -61,7 +61,7 @@ def test_a_calibration_file_may_hold_text_prompts_messages_and_questions(tmp_pat
 )
 def test_a_calibration_file_that_holds_a_held_out_problem_is_refused(row, tmp_path):
     rows = json.dumps({"text": "another"}) + "\n" + json.dumps(row)
-    with pytest.raises(BadInput, match=r"holds 1 of 2 held-out problems \(.*heldout.jsonl:\d (is|stands in) .*:2: "):
+    with pytest.raises(BadInput, match=r"holds 1 of 2 held-out problems \(.*heldout.jsonl:\d (is|is inside) .*:2: "):
         prompts_of(tmp_path, rows, quant_calib_size=2)
 
 

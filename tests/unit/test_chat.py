@@ -253,7 +253,7 @@ def test_a_checkpoint_with_other_defaults_than_the_runs_is_neither_evaluated_nor
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("{enable_thinking: 'false'}", "is the text 'false', which a template takes for true"),
+        ("{enable_thinking: 'false'}", "is the text 'false', which a template treats as true"),
         ("{messages: []}", "messages is passed to the template by transformers itself"),
         ("{add_generation_prompt: false}", "add_generation_prompt is passed to the template by transformers"),
         ("{bos_token: x}", "bos_token is passed to the template"),

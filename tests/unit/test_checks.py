@@ -98,7 +98,7 @@ def test_a_value_beyond_its_limit_is_refused_with_its_key(words, settings):
         ("train.micro_batch_tokens=80", "train.micro_batch_tokens (80) is below rollout.max_prompt_length"),
         (
             "train.micro_batch_tokens=512 train.trl={'entropy_coef':0.01}",
-            "train.trl.entropy_coef is 0.01 with train.micro_batch_tokens 512: it looks at a whole batch",
+            "train.trl.entropy_coef is 0.01 with train.micro_batch_tokens 512: it is computed over a whole batch",
         ),
         (
             "train.micro_batch_tokens=512 train.trl={'top_entropy_quantile':0.2}",
@@ -113,8 +113,8 @@ def test_a_value_beyond_its_limit_is_refused_with_its_key(words, settings):
         ("policy.target_modules=everything", "policy.target_modules is 'everything'. Use all-linear or a list"),
         ("reward.functions=[]", "reward.functions is empty."),
         ("reward.weights=[1,2]", "reward.weights has 2 entries for 1 reward.functions."),
-        ("reward.weights=[.nan]", "reward.weights ([nan]) must be numbers, and one at least not 0."),
-        ("reward.weights=[0]", "reward.weights ([0.0]) must be numbers, and one at least not 0."),
+        ("reward.weights=[.nan]", "reward.weights ([nan]) must be numbers, at least one of them not 0."),
+        ("reward.weights=[0]", "reward.weights ([0.0]) must be numbers, at least one of them not 0."),
         ("watch.report_to=[wandbb]", "watch.report_to must be a list of any of trackio, tensorboard, wandb, it is"),
         ("eval.formats=[fp4]", "eval.formats must be a list of any of bf16,"),
         ("eval.formats=[bf16]", "eval.gate.format (fp8) is not in eval.formats ['bf16']."),
@@ -315,7 +315,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "other" / "logs" / "mine.txt").write_text("mine")
     for place, message in (
         (tmp_path, "exists and is not a run directory"),
-        (tmp_path / "notes.txt" / "run", "notes.txt is no directory that may be written"),
+        (tmp_path / "notes.txt" / "run", "notes.txt is not a writable directory"),
         (tmp_path / "other", "is not a run directory"),
         (tmp_path / "notes.txt", "is a file"),
     ):
@@ -403,7 +403,7 @@ def test_a_run_that_stopped_before_its_first_checkpoint_says_that_it_cannot_be_r
     run_with_checkpoint(tmp_path / "run", config, steps=())
     for resume in (False, True):
         found = directory_refusal(config, resume)
-        assert "stopped before its first checkpoint" in found and "Start it anew with --overwrite" in found
+        assert "stopped before its first checkpoint" in found and "Start over with --overwrite" in found
 
 
 def test_a_configuration_file_that_is_damaged_is_named(tmp_path):
@@ -417,8 +417,8 @@ def test_a_configuration_file_that_is_damaged_is_named(tmp_path):
     ("keys", "reason"),
     [
         ({"train__lr_scheduler": "constant"}, None),
-        ({"train__lr_scheduler": "cosine"}, "moves the whole schedule"),
-        ({"policy__quant_noise_start": 0.1, "policy__quant_noise_end": 0.1}, "noise's stages"),
+        ({"train__lr_scheduler": "cosine"}, "changes the whole schedule"),
+        ({"policy__quant_noise_start": 0.1, "policy__quant_noise_end": 0.1}, "noise stages"),
     ],
 )
 def test_more_steps_need_a_constant_schedule(tmp_path, keys, reason):

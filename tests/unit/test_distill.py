@@ -369,11 +369,11 @@ def config(**keys: Any) -> Any:
     [
         ({"distill.teacher": "Qwen/Qwen3-4B", "distill.teacher_adapter": "a"}, "an adapter belongs to the student's"),
         ({"distill.divergence": "js", "distill.js_beta": 1}, "distill.js_beta .1.0. must be between 0 and 1"),
-        ({"distill.js_beta": 0.3}, "js_beta is for distill.divergence js, which is reverse_kl"),
+        ({"distill.js_beta": 0.3}, "js_beta needs distill.divergence js, which is reverse_kl"),
         ({"distill.temperature": 0}, "distill.temperature .0.0. must be a number above 0"),
         ({"distill.chunk_tokens": 8192}, "distill.chunk_tokens .8192. must be from 1 to 4096"),
         ({"distill.teacher_revision": "main"}, "teacher_revision is for another model"),
-        ({"policy.lora_dropout": 0.1}, "student and teacher would differ by what is dropped"),
+        ({"policy.lora_dropout": 0.1}, "student and teacher would differ by the dropout"),
         ({"policy.quant_cfg": "null"}, "both are the base and policy.quant_cfg is not set"),
         (
             {"policy.quant_cfg": "null", "policy.init_adapter": "runs/a", "distill.teacher_adapter": "./runs/a"},

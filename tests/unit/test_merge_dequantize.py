@@ -286,7 +286,7 @@ FAULTS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: change_tensors(f, unquantize), "_proj.weight as BF16; fp8 has F8_E4M3"),
     (lambda f: change_tensors(f, lambda t: t.update({"model.more.weight": torch.ones(2)})), "has model.more.weight"),
     (lambda f: change_tensors(f, lambda t: t.pop("model.norm.weight")), "it has no model.norm.weight"),
-    (lambda f: shutil.rmtree(f), r"--model.path .* is no directory \(seen from .* Hub ids go into --model.id"),
+    (lambda f: shutil.rmtree(f), r"--model.path .* is not a directory \(in .* Hub ids go into --model.id"),
 ]  # fmt: skip
 
 
@@ -315,7 +315,7 @@ def test_what_is_there_is_kept_without_overwrite_and_replaced_with_it(quantized,
     assert read_json(out / "config.json")["dtype"] == "bfloat16" and read_manifest(out, "checkpoint", deep=True)
     mine.mkdir()
     (mine / "notes.txt").write_text("mine")
-    for place, message in ((mine, "no checkpoint of this kit"), (quantized, "is where"), (tmp_path, "is where")):
+    for place, message in ((mine, "not a checkpoint of this kit"), (quantized, "is where"), (tmp_path, "is where")):
         with pytest.raises(BadInput, match=message):
             main([*words, str(place), "--overwrite"])
     assert (mine / "notes.txt").read_text() == "mine" and (quantized / "config.json").is_file()

@@ -76,7 +76,7 @@ def test_a_local_model_is_recorded_by_its_full_path_and_reused(written, tmp_path
         (lambda f: edit_manifest(f, policy="grpo"), [], {}, "policy is 'grpo'"),
         (lambda f: edit_manifest(f, format="fp8"), [], {}, "format is 'fp8'"),
         (lambda f: (f / "base.json").unlink(), [], {}, "base.json is missing"),
-        (lambda f: None, [], {"path": "models/nowhere"}, "model.path models/nowhere is no directory"),
+        (lambda f: None, [], {"path": "models/nowhere"}, "model.path models/nowhere is not a directory"),
     ],
 )  # fmt: skip
 def test_what_lies_at_out_is_reused_only_for_the_same_base(written, tmp_path, spoil, flags, model, message):

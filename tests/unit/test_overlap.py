@@ -293,7 +293,7 @@ def test_an_error_of_the_background_is_raised_where_it_is_taken():
     ("changes", "reason"),
     [
         (["--rollout.backend=in_process"], "rollout.overlap is true and rollout.backend in_process"),
-        (["--rollout.correction=none"], "nothing would correct for it"),
+        (["--rollout.correction=none"], "nothing would correct for that"),
         (["--train.num_iterations=2"], "a batch would be up to 2 updates old"),
         (["--server.sleep=true"], "a replica that sleeps during the update cannot generate"),
     ],

@@ -100,7 +100,7 @@ def test_cards_that_train_and_serve_take_the_sum_and_others_the_longer_half():
         ("--train.recompute none --train.recompute_offload true", "train.recompute_offload moves what .* Set it to"),
         ("--train.num_iterations 0", "train.num_iterations (0) must be at least 1."),
         ("--train.num_iterations 2", "train.max_steps (467) must be a multiple of train.num_iterations (2)"),
-        ("--rollout.overlap true --server.sleep true", "rollout.overlap is true and server.sleep too"),
+        ("--rollout.overlap true --server.sleep true", "rollout.overlap and server.sleep are both true"),
         ("--rollout.overlap true --rollout.backend in_process", "Set rollout.backend to server, or rollout.overlap"),
         ("--rollout.group_size 7", "rollout.group_size (7) must divide the generation batch .* = 128"),
     ],

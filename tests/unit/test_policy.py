@@ -320,7 +320,7 @@ def test_a_base_that_cannot_be_trained_is_refused_before_weights_are_loaded(
         (quantized, {}, f"{quantized} is quantized already (quantization_config in its config.json, method bitsandb"),
         (plain, {}, f"{plain} has no chat template"),
         (short, {}, f"max_completion_length (88) exceeds the context of {short} (80)"),
-        (tmp_path / "absent", {"data.path": tiny_model_dir}, f"model.path {tmp_path / 'absent'} is no directory"),
+        (tmp_path / "absent", {"data.path": tiny_model_dir}, f"model.path {tmp_path / 'absent'} is not a directory"),
         (tiny_model_dir, {"rollout.max_prompt_length": 8}, "prompts are longer than rollout.max_prompt_length"),
         (tiny_model_dir, {"reward.functions": "[maths]"}, "unknown reward 'maths'. Did you mean 'math'?"),
         (tiny_model_dir, {"train.trl": "{beta: 1}"}, "train.trl.beta is set by the kit"),

@@ -92,7 +92,7 @@ NEAREST += [("INT4_CFG", "INT4_BLOCKWISE_WEIGHT_ONLY_CFG?"), ("int8", "fp8?"), (
 
 @pytest.mark.parametrize(("text", "nearest"), NEAREST)
 def test_an_unknown_name_is_refused_with_the_nearest(text, nearest):
-    assert f"policy.quant_cfg ({text}) is no format" in refusal(text)
+    assert f"policy.quant_cfg ({text}) is not a format" in refusal(text)
     assert f"Did you mean {nearest}" in refusal(text)
 
 
@@ -132,9 +132,9 @@ def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path):
     assert "none.yaml does not exist" in refusal(__file__ + "/none.yaml")
     assert f"{tmp_path} is a directory. Give the path of a YAML file" in refusal(str(tmp_path))
     (tmp_path / "date.yaml").write_text("quant_cfg: 2026-13-01")
-    assert "date.yaml is no YAML: month" in refusal(str(tmp_path / "date.yaml"))
+    assert "date.yaml is not YAML: month" in refusal(str(tmp_path / "date.yaml"))
     (tmp_path / "a.yaml").write_text("quant_cfg: [")
-    assert "a.yaml is no YAML" in refusal(str(tmp_path / "a.yaml"))
+    assert "a.yaml is not YAML" in refusal(str(tmp_path / "a.yaml"))
     (tmp_path / "b.yaml").write_text("- 1")
     assert "it has no quant_cfg" in refusal(str(tmp_path / "b.yaml"))
 
@@ -152,53 +152,56 @@ REFUSED = [
     (newer(E4M3, None), "with these weights there is fp8_static (activations fp8 per tensor, calibrated)"),
     (newer(FP4, E4M3), "nvfp4a16 (activations not quantized), nvfp4 (activations nvfp4 per block, calibrated)"),
     ({"quant_cfg": [{"quantizer_name": "*", "enable": False}]}, "* disables the weights' quantizers"),
-    (MLP_ONLY, "*weight_quantizer makes model.layers.0.mlp.gate_proj.weight_quantizer another"),
-    (ONE_LAYER, "*.layers.18.* makes model.layers.18.self_attn.q_proj.weight_quantizer another"),
+    (MLP_ONLY, "*weight_quantizer makes model.layers.0.mlp.gate_proj.weight_quantizer differ"),
+    (ONE_LAYER, "*.layers.18.* makes model.layers.18.self_attn.q_proj.weight_quantizer differ"),
     (KV_CACHE, "server.kv_cache"),
     (OUTPUTS, "*output_quantizer quantizes model.layers.0.self_attn.q_proj.output_quantizer"),
     (TWICE, "quantizes several times in a row"),
     (newer({**INT4, "narrow_range": True}, None), "narrow_range: True"),
     (newer({**INT4, "rotate": True}, None), "rotate: True"),
     (newer({**INT4, "colour": "red"}, None), "colour: 'red'"),
-    (newer({**INT4, "block_sizes": {-1: 128, "kind": "static"}}, None), "possible are -1, -2, type, scale_bits"),
+    (newer({**INT4, "block_sizes": {-1: 128, "kind": "static"}}, None), "valid keys are -1, -2, type, scale_bits"),
     ({"quant_cfg": {"*weight_quantizer": FP4}}, "no pattern for input_quantizer has num_bits 8"),
     ({"quant_cfg": [{"$import": "base"}]}, "imports base"),
     ({"quant_cfg": ["fp8"]}, "the entry 'fp8', which names no quantizer"),
-    ({"quant_cfg": [{"quantizer_name": "*", "enabled": True}]}, "enabled, which is no key"),
+    ({"quant_cfg": [{"quantizer_name": "*", "enabled": True}]}, "enabled, which is not a key"),
     ({"quant_cfg": "fp8"}, "neither a list nor a dictionary"),
-    ({"quant_cfg": [], "imports": {}}, "imports is no key beside quant_cfg and algorithm"),
+    ({"quant_cfg": [], "imports": {}}, "imports is not a key next to quant_cfg and algorithm"),
     ({**older(INT4, OFF), "algorithm": {"method": "awq_lite"}}, "algorithm awq_lite"),
     ({}, "it has no quant_cfg"),
     (5, "it has no quant_cfg"),
     ({"quant_cfg": {"*weight_quantizer": "fp8"}}, "*weight_quantizer has 'fp8', which must be attributes by their"),
     ({"quant_cfg": {"nn.Linear": {5: INT4}}}, "quant_cfg has 5 for a quantizer's name, which must be text"),
-    ({"quant_cfg": [], 5: 1, "x": 1}, "5 is no key beside quant_cfg and algorithm"),
-    ({"quant_cfg": [{"quantizer_name": "*", 5: 1, "x": 1}]}, "* has 5, which is no key of an entry"),
+    ({"quant_cfg": [], 5: 1, "x": 1}, "5 is not a key next to quant_cfg and algorithm"),
+    ({"quant_cfg": [{"quantizer_name": "*", 5: 1, "x": 1}]}, "* has 5, which is not a key of an entry"),
     (newer(INT4, None, {"quantizer_name": "*", "enable": "false"}), "* has enable 'false'; enable must be true or"),
     (older(INT4, {"enable": "false"}), "*input_quantizer has enable 'false'; enable must be true or false"),
     # Misspelled keys and patterns.
-    ({"quant_cgf": []}, "no quant_cfg, the list of quantizers. quant_cgf is no key. Did you mean quant_cfg?"),
-    ({"quant_cfg": [], "algoritm": "max"}, "(write imported parts out). Did you mean algorithm?"),
+    ({"quant_cgf": []}, "no quant_cfg, the list of quantizers. quant_cgf is not a key. Did you mean quant_cfg?"),
+    ({"quant_cfg": [], "algoritm": "max"}, "(expand imports). Did you mean algorithm?"),
     (older({**INT4, "enabel": True}, OFF), "has enabel: True, which no layout has. Did you mean enable?"),
-    ({"quant_cfg": [{"quantizer_name": "*", "enabel": True}]}, "is no key of an entry. Did you mean enable?"),
-    ({"quant_cfg": [{"quantiser_name": "*", "cfg": 1}]}, "quantiser_name is no key. Did you mean quantizer_name?"),
+    ({"quant_cfg": [{"quantizer_name": "*", "enabel": True}]}, "is not a key of an entry. Did you mean enable?"),
+    ({"quant_cfg": [{"quantiser_name": "*", "cfg": 1}]}, "quantiser_name is not a key. Did you mean quantizer_name?"),
     (
         {"quant_cfg": {"*weigth_quantizer": INT4}},
-        "*weigth_quantizer fits no quantizer. Did you mean *weight_quantizer?",
+        "*weigth_quantizer matches no quantizer. Did you mean *weight_quantizer?",
     ),
-    ({"quant_cfg": {"*mlp.input_quantiser*": OFF}}, "fits no quantizer. Did you mean *mlp.input_quantizer?"),
+    ({"quant_cfg": {"*mlp.input_quantiser*": OFF}}, "matches no quantizer. Did you mean *mlp.input_quantizer?"),
 ]
 OF_WEIGHTS = [  # attributes of *weight_quantizer, and what is said about it
     (5, "cfg 5, which must be attributes by their names"),
     ({"block_sizes": 16}, "block_sizes 16, which must be sizes by dimension, as in {-1: 16}"),
     ({"block_sizes": "{-1: 16}"}, "block_sizes '{-1: 16}', which must be sizes by dimension"),
     ({"block_sizes": {"type": {"a": 1}}}, "type {'a': 1}; type must be static or dynamic"),
-    ({"block_sizes": {float("inf"): 1}}, "inf in block_sizes; possible are -1, -2, type, scale_bits"),
-    ({"block_sizes": {-1: 16, "scale_bit": 8}}, "'scale_bit' in block_sizes; possible are -1, -2, type, scale_bits. "),
+    ({"block_sizes": {float("inf"): 1}}, "inf in block_sizes; valid keys are -1, -2, type, scale_bits"),
+    (
+        {"block_sizes": {-1: 16, "scale_bit": 8}},
+        "'scale_bit' in block_sizes; valid keys are -1, -2, type, scale_bits. ",
+    ),
     ({"type": ["dynamic"]}, "type ['dynamic']; type must be static or dynamic"),
     ({"num_bits": "4"}, "num_bits '4', axis None"),
     ({"num_bits": "e4m3", "axis": False}, "num_bits (4, 3), axis False"),
-    ({"enable": False}, "enable False in cfg; enable stands beside cfg"),
+    ({"enable": False}, "enable False in cfg; enable belongs next to cfg"),
     ({"num_bitz": 4}, "num_bitz: 4, which no layout has. Did you mean num_bits?"),
     ({"block_size": 16}, "block_size: 16, which no layout has. Did you mean block_sizes?"),
 ]
@@ -232,7 +235,7 @@ def test_a_name_of_another_version_is_read_from_the_package(monkeypatch):
     monkeypatch.setattr(modelopt_config.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(modelopt_config.importlib, "import_module", lambda name: Package)
     assert read_quant_format("NEWER_CFG").name == "nvfp4a16"
-    assert "is no format" in refusal("OTHER_CFG")
+    assert "is not a format" in refusal("OTHER_CFG")
 
 
 QWEN3_8B = {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}

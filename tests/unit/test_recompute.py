@@ -252,7 +252,7 @@ def test_what_is_kept_must_not_be_changed_by_others():
                 "train__trl": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
             },
             None,
-            "use_reentrant takes the checkpoint that cannot choose",
+            "use_reentrant uses a checkpoint that cannot be selective",
         ),
         ({"train__trl": {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}}, None, "recompute_fraction instead"),
         ({"train__trl": {"gradient_checkpointing_kwargs": {"offload": True}}}, None, "recompute_offload instead"),
@@ -281,7 +281,7 @@ def test_what_the_plan_proposes_is_not_refused(mode, fraction):
 
 def test_the_key_that_was_there_before_is_refused_with_the_one_to_write():
     for value, now in ((True, "train.recompute: full"), (False, "train.recompute: none")):
-        with pytest.raises(BadInput, match=f"gradient_checkpointing no longer exists. Write {now} in its place"):
+        with pytest.raises(BadInput, match=f"gradient_checkpointing no longer exists. Use {now} instead"):
             config(train__gradient_checkpointing=value)
 
 

@@ -144,7 +144,7 @@ def test_options_reach_the_function_as_their_types_and_a_column_does_not_replace
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fusy": {}}, "reward.options.fusy: 'fusy' is no reward function. Did you mean 'fussy'?"),
+        ({"fusy": {}}, "reward.options.fusy: 'fusy' is not a reward function. Did you mean 'fussy'?"),
         ({"math": {}}, "'math' is not in reward.functions"),
         ({"fussy": {"orderd": False}}, "reward.options.fussy.orderd: unknown option. Did you mean 'ordered'?"),
         ({"fussy": {"pool": None}}, "unknown option"),

@@ -117,7 +117,7 @@ def test_a_run_that_died_before_its_first_checkpoint_says_why_and_starts_anew_wi
     run = started(tmp_path / "run")
     with pytest.raises(CheckFailed), trains_in(run):
         raise CheckFailed("the disk is full.")
-    with pytest.raises(BadInput, match=r"cannot be resumed: the disk is full\. Start it anew with --overwrite"):
+    with pytest.raises(BadInput, match=r"cannot be resumed: the disk is full\. Start over with --overwrite"):
         check_run_directory(config_of(run.path), False, 1)
     assert continuing_flags(run) == ["--overwrite"]
     again = check_run_directory(config_of(run.path), False, 1, overwrite=True)
@@ -192,7 +192,7 @@ def test_an_overwriting_start_that_is_killed_loses_nothing_and_can_be_repeated(t
     for after in (3, 99):
         done = subprocess.run([sys.executable, "-c", code, str(run.path), str(after)], cwd=ROOT)
         assert done.returncode == 9 and not run.base_file.exists()
-        with pytest.raises(BadInput, match=r"was killed .*; the run before it lies in .*\.replaced.* mv "):
+        with pytest.raises(BadInput, match=r"was killed .*; the previous run is in .*\.replaced.* mv "):
             check_run_directory(config_of(run.path), True, 1)
         assert check_run_directory(config_of(run.path), False, 1, overwrite=True).replaces
     with pytest.raises(RuntimeError), trains_in(again):

@@ -37,7 +37,7 @@ def test_a_format_decides_how_the_server_is_started(quant_cfg, weights, extensio
     ("groups", "reason"),
     [
         ({"server": {"quant_cfg": "fp8"}}, "policy.quant_cfg is not set"),
-        ({"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "w4a16"}}, "sampled by another policy"),
+        ({"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "w4a16"}}, "sampled by a policy other than"),
         ({"policy": {"quant_cfg": "nvfp4"}, "server": {"quant_cfg": "nvpf4"}}, r"server.quant_cfg \(nvpf4\) is no"),
         ({"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "awq"}}, r"server.quant_cfg \(awq\) is a format"),
         ({"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "a/b"}}, "server.quant_cfg: a/b does not exist"),

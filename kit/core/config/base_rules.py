@@ -18,18 +18,18 @@ def faults(config: Config, sharded: str | None) -> list[str]:
         return found
     if not policy.double_quantization:
         found.append(
-            f"policy.double_quantization is false with policy.quantization {kind}: it is about the block scales of "
-            "nf4, and there are none. Remove it."
+            f"policy.double_quantization is false with policy.quantization {kind}: only nf4 has the block scales "
+            "that it applies to. Remove it."
         )
     if policy.compute == "fp8" and kind == "none":
         found.append(
-            "policy.compute is fp8 with policy.quantization none: every product would quantize its weight again. Set "
+            "policy.compute is fp8 with policy.quantization none: every matmul would quantize its weight again. Set "
             "policy.quantization to fp8, which stores those codes, or policy.compute to fused."
         )
     if sharded and kind == "fp8":
         found.append(
-            f"policy.quantization is fp8 under {sharded}, which would leave each process a part of the codes that it "
-            "multiplies with. Use nf4 or none, or accelerate_configs/ddp.yaml."
+            f"policy.quantization is fp8 under {sharded}, which would leave each process only part of the codes that "
+            "its matmuls need. Use nf4 or none, or accelerate_configs/ddp.yaml."
         )
     return found
 

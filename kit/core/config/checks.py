@@ -107,7 +107,9 @@ def _sampler(config: Config) -> list[str]:
                 f"rollout.{key} to {off}, or rollout.correction to none."
             )
     if not rollout.correction_cap > 1:
-        found.append(f"rollout.correction_cap ({rollout.correction_cap}) must be above 1, the ratio of equals.")
+        found.append(
+            f"rollout.correction_cap ({rollout.correction_cap}) must be above 1, the ratio without a mismatch."
+        )
     return found
 
 
@@ -172,7 +174,7 @@ def _lists(config: Config) -> list[str]:
     if reward.weights is not None and len(reward.weights) != len(reward.functions):
         found.append(f"reward.weights has {len(reward.weights)} entries for {len(reward.functions)} reward.functions.")
     if reward.weights and not (all(map(math.isfinite, reward.weights)) and any(reward.weights)):
-        found.append(f"reward.weights ({reward.weights}) must be numbers, and one at least not 0.")
+        found.append(f"reward.weights ({reward.weights}) must be numbers, at least one of them not 0.")
     if config.eval.gate.format not in config.eval.formats:
         found.append(f"eval.gate.format ({config.eval.gate.format}) is not in eval.formats {config.eval.formats}.")
     if config.data.id is None and config.data.path is None:
@@ -209,7 +211,7 @@ def _micro_batches(config: Config) -> list[str]:
     is_half = config.train.trl.get("fp16") or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
     if kernels == "cudnn" and config.model.dtype == "float32" and not is_half:
         found.append(
-            "train.packed_attention is cudnn and model.dtype is float32, which cuDNN's kernels do not take. Set "
+            "train.packed_attention is cudnn and model.dtype is float32, which cuDNN's kernels do not support. Set "
             "model.dtype to bfloat16, or train.packed_attention to flex."
         )
     longest = rollout.max_prompt_length + rollout.max_completion_length
@@ -222,14 +224,14 @@ def _micro_batches(config: Config) -> list[str]:
     for key, nothing in trl_rules.WHOLE_BATCH_FIELDS.items():
         if (value := config.train.trl.get(key, nothing[0])) not in nothing:
             found.append(
-                f"train.trl.{key} is {value!r} with train.micro_batch_tokens {budget}: it looks at a whole batch, so "
-                "micro-batches of different lengths do not add up to it. Remove one of them."
+                f"train.trl.{key} is {value!r} with train.micro_batch_tokens {budget}: it is computed over a whole "
+                "batch, and micro-batches of different lengths do not add up to it. Remove one of them."
             )
     kind = sharding_rules.announced()
     if kind or uses_deepspeed():
         found.append(
             f"train.micro_batch_tokens ({budget}) under {kind or 'DeepSpeed'}: processes have different numbers of "
-            "micro-batches, and there each forward or backward waits for the other processes. Use accelerate launch "
+            "micro-batches, and every forward and backward there waits for all processes. Use accelerate launch "
             "with accelerate_configs/ddp.yaml, or leave it out."
         )
     return found
@@ -242,26 +244,26 @@ def _compute(config: Config) -> list[str]:
         key, value, off = "policy.quant_cfg", policy.quant_cfg, "null"
         if policy.compute != "plain":
             found.append(
-                f"policy.compute is {policy.compute} with policy.quant_cfg {value}: layers that compute with a "
-                "format's weights have products of their own. Set policy.compute to plain."
+                f"policy.compute is {policy.compute} with policy.quant_cfg {value}: quantized layers have "
+                "matmuls of their own. Set policy.compute to plain."
             )
     elif value == off:
         return found
     if policy.lora_dropout:
         found.append(
-            f"policy.lora_dropout ({policy.lora_dropout}) with {key} {value}: its backward pass keeps the input of a "
-            f"layer and no mask of it. Set policy.lora_dropout to 0, or {key} to {off}."
+            f"policy.lora_dropout ({policy.lora_dropout}) with {key} {value}: its backward pass saves a layer's "
+            f"input but no dropout mask. Set policy.lora_dropout to 0, or {key} to {off}."
         )
     if kind := sharding_rules.announced():
         found.append(
-            f"{key} is {value} under {kind}, which leaves each process a part of the packed weights that it "
-            f"multiplies with. Use {off}, or accelerate_configs/ddp.yaml."
+            f"{key} is {value} under {kind}, which leaves each process only part of the packed weights that its "
+            f"matmuls need. Use {off}, or accelerate_configs/ddp.yaml."
         )
     elif policy.quant_cfg is not None and uses_deepspeed():
         found.append(
             f"policy.quant_cfg is {value} under DeepSpeed, whose ZeRO-2 was not tested with it: it trains a copy of "
-            "the adapter in its own type and writes it back past PyTorch's count of changes, by which quantized "
-            "layers know that their weights are new. Use accelerate_configs/ddp.yaml."
+            "the adapter in its own dtype and writes it back without bumping PyTorch's version counter, by which "
+            "quantized layers detect new weights. Use accelerate_configs/ddp.yaml."
         )
     return found
 
@@ -276,7 +278,7 @@ def _kept_weights(config: Config, sharded: str | None) -> list[str]:
         ]
     if sharded:
         return [
-            f"rollout.keep_weights is always under {sharded}, which leaves each process a part of the packed weights. "
-            "Leave rollout.keep_weights out, or use accelerate_configs/ddp.yaml."
+            f"rollout.keep_weights is always under {sharded}, which leaves each process only part of the packed "
+            "weights. Leave rollout.keep_weights out, or use accelerate_configs/ddp.yaml."
         ]
     return []

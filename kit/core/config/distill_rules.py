@@ -53,11 +53,11 @@ def faults(config: Config) -> list[str]:
     if distill.teacher_revision and is_own_model(config):
         found.append("distill.teacher_revision is for another model as teacher. Set model.revision for the base.")
     if distill.js_beta != 0.5 and distill.divergence != "js":
-        found.append(f"distill.js_beta is for distill.divergence js, which is {distill.divergence}. Leave it out.")
+        found.append(f"distill.js_beta needs distill.divergence js, which is {distill.divergence}. Leave it out.")
     if policy.lora_dropout:
         found.append(
             f"policy.lora_dropout ({policy.lora_dropout:g}) in a distillation: student and teacher would differ by "
-            "what is dropped. Set it to 0."
+            "the dropout. Set it to 0."
         )
     if kind := sharding_rules.announced() or _deepspeed():
         found.append(
@@ -73,7 +73,7 @@ def is_own_model(config: Config) -> bool:
 
 
 def _nothing_to_learn(config: Config) -> list[str]:
-    """Error if student and teacher are equal in every bit at the start: their divergence is 0 and stays 0."""
+    """Error if student and teacher are bitwise identical at the start: their divergence is 0 and stays 0."""
     distill, policy = config.distill, config.policy
     if not is_own_model(config) or policy.quant_cfg is not None:
         return []

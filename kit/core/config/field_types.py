@@ -18,7 +18,7 @@ class StrictLoader(yaml.SafeLoader):
         node, seen = super().compose_mapping_node(anchor), set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.composer.ComposerError(None, None, f"{key.value} stands twice", key.start_mark)
+                raise yaml.composer.ComposerError(None, None, f"duplicate key {key.value}", key.start_mark)
             seen.add(str(key.value))
         return node
 

@@ -30,7 +30,7 @@ def faults(config: Config) -> list[str]:
     if served != fmt:
         found.append(
             f"server.quant_cfg ({server.quant_cfg}) is {served.name} and policy.quant_cfg ({policy.quant_cfg}) is "
-            f"{fmt.name}: completions would be sampled by another policy than the one that learns from them. Remove "
+            f"{fmt.name}: completions would be sampled by a policy other than the one being trained. Remove "
             "server.quant_cfg, or set it to the same."
         )
     if config.rollout.backend != "server":
@@ -43,7 +43,7 @@ def faults(config: Config) -> list[str]:
         )
     if config.rollout.sync != "remerge":
         found.append(
-            f"rollout.sync is {config.rollout.sync} with policy.quant_cfg {policy.quant_cfg}: an adapter beside the "
-            "weights is not quantized with them. Set rollout.sync to remerge."
+            f"rollout.sync is {config.rollout.sync} with policy.quant_cfg {policy.quant_cfg}: an unmerged "
+            "adapter is not quantized with the weights. Set rollout.sync to remerge."
         )
     return found

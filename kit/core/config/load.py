@@ -85,10 +85,12 @@ def parse_command(description: str, arguments: list[str] | None = None) -> tuple
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")
-    parser.add_argument("--dry_run", action="store_true", help="resolve and check everything, write and train nothing")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="check everything, then exit without writing or training"
+    )
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest whole checkpoint")
     parser.add_argument(
-        "--overwrite", action="store_true", help="start the run anew; what its directory holds is named and deleted"
+        "--overwrite", action="store_true", help="start over: list and delete the contents of the run directory"
     )
     flags, overrides = parser.parse_known_args(arguments)
     return load_config(flags.config, overrides), flags
@@ -137,7 +139,7 @@ def _build(kind: Any, values: Any, prefix: str, where: str, faults: list[str]) -
     for key in values:
         if replaced := REPLACED.get(f"{prefix}{key}"):
             now = replaced.get(values[key]) if isinstance(values[key], bool) else " or ".join(replaced.values())
-            faults.append(f"{where}: {prefix}{key} no longer exists. Write {now} in its place.")
+            faults.append(f"{where}: {prefix}{key} no longer exists. Use {now} instead.")
         elif key not in known:
             faults.append(f"{where}: unknown key {prefix}{key}.{_nearest(f'{prefix}{key}', known)}")
     for item in dataclasses.fields(kind):

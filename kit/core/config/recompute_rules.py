@@ -30,7 +30,9 @@ def faults(config: Config, splits: str | None) -> list[str]:
     if given.get("use_reentrant") or splits == "ZeRO-3":
         why = "ZeRO-3" if splits == "ZeRO-3" else "use_reentrant"
         if train.recompute == "selective":
-            found.append(f"train.recompute is selective, and {why} takes the checkpoint that cannot choose. Use full.")
+            found.append(
+                f"train.recompute is selective, and {why} uses a checkpoint that cannot be selective. Use full."
+            )
         if train.recompute_offload:
             found.append(f"train.recompute_offload was not tested with {why}. Remove it.")
     if train.recompute_offload and train.recompute == "none":

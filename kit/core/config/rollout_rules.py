@@ -13,7 +13,7 @@ def noise_faults(config: Config, sharding: str | None) -> list[str]:
     if not 0 < end <= start < 1:
         found.append(
             f"policy.quant_noise_start ({start:g}) and quant_noise_end ({end:g}) must be above 0 and below 1, the end "
-            "at most the start: the noise falls by a factor. QeRL uses 1e-2 and 1e-4; 0 and 0 turn it off."
+            "at most the start: the noise decays geometrically. QeRL uses 1e-2 and 1e-4; 0 and 0 turn it off."
         )
     if stages < 2:
         found.append(f"policy.quant_noise_stages ({stages}) must be 2 or more: there is no noise in the first stage.")
@@ -44,8 +44,8 @@ def overlap_faults(config: Config) -> list[str]:
         )
     if rollout.correction == "none":
         found.append(
-            "rollout.overlap is true and rollout.correction none: every batch is sampled by the policy of one update "
-            "before, and nothing would correct for it. Set rollout.correction to token_truncate."
+            "rollout.overlap is true and rollout.correction none: every batch is sampled by the policy of the "
+            "previous update, and nothing would correct for that. Set rollout.correction to token_truncate."
         )
     if config.train.num_iterations > 1:
         found.append(
@@ -54,7 +54,7 @@ def overlap_faults(config: Config) -> list[str]:
         )
     if config.server.sleep:
         found.append(
-            "rollout.overlap is true and server.sleep too: a replica that sleeps during the update cannot generate "
-            "then. Set one of them to false."
+            "rollout.overlap and server.sleep are both true: a replica that sleeps during the update cannot generate "
+            "in that time. Set one of them to false."
         )
     return found

@@ -42,7 +42,7 @@ def check_run_directory(config: Config, resume: bool, processes: int, overwrite:
         raise BadInput(f"{run.path} is a file. Set run.output_dir to a directory.")
     if is_main_process() and (pid := trainer_pid(run)) is not None:  # other ranks may get here once it trains
         raise BadInput(
-            f"{run.path} is being trained in by process {pid}. Wait for its end, or start another run with "
+            f"{run.path} is being trained in by process {pid}. Wait until it ends, or start another run with "
             "--run.name NAME."
         )
     if not run.base_file.exists():
@@ -58,12 +58,12 @@ def check_run_directory(config: Config, resume: bool, processes: int, overwrite:
         why = f": {end.error}" if end and end.error else ", or runs on another machine now"
         raise BadInput(
             f"{run.path} holds a run that stopped before its first checkpoint and cannot be resumed{why.rstrip('.')}. "
-            "Start it anew with --overwrite, or another with --run.name NAME."
+            "Start over with --overwrite, or start another run with --run.name NAME."
         )
     if not resume:
         raise BadInput(
             f"{run.path} holds a run already. Continue it with --resume, start another with --run.name NAME, or "
-            "delete this one and start anew with --overwrite."
+            "delete this one and start over with --overwrite."
         )
     before = read_json(run.config_file)
     # A key newer than the run meant its default.
@@ -71,9 +71,9 @@ def check_run_directory(config: Config, resume: bool, processes: int, overwrite:
     changed = _changed_keys(known, to_dict(config))
     steps = before["config"]["train"]["max_steps"]
     if config.train.max_steps != steps and not config.train.lr_scheduler.startswith("constant"):
-        changed.append(f"train.max_steps was {steps}, is {config.train.max_steps}, which moves the whole schedule")
+        changed.append(f"train.max_steps was {steps}, is {config.train.max_steps}, which changes the whole schedule")
     elif config.train.max_steps != steps and config.policy.quant_noise_start:
-        changed.append(f"train.max_steps was {steps}, is {config.train.max_steps}, which moves the noise's stages")
+        changed.append(f"train.max_steps was {steps}, is {config.train.max_steps}, which changes the noise stages")
     if before.get("processes", processes) != processes:
         changed.append(f"the number of trainer processes was {before['processes']}, is {processes}")
     if changed:
@@ -95,14 +95,14 @@ def _check_no_run(run: RunDir, resume: bool, overwrite: bool) -> None:
     aside = run.path / REPLACED
     if aside.exists() and not overwrite:
         raise BadInput(
-            f"a start with --overwrite was killed in {run.path}; the run before it lies in {aside}. Start with "
-            f"--overwrite again, or put it back: mv {shlex.quote(str(aside))}/* {run.as_argument}/"
+            f"a start with --overwrite was killed in {run.path}; the previous run is in {aside}. Start with "
+            f"--overwrite again, or move it back: mv {shlex.quote(str(aside))}/* {run.as_argument}/"
         )
     if resume:
         raise BadInput(f"--resume: {run.path} holds no started run. Leave --resume out to start one.")
     held = next(place for place in (run.path, *run.path.absolute().parents) if place.exists())
     if not (held.is_dir() and os.access(held, os.W_OK)):
-        raise BadInput(f"{run.path} cannot be made: {held} is no directory that may be written. Set run.output_dir.")
+        raise BadInput(f"{run.path} cannot be created: {held} is not a writable directory. Set run.output_dir.")
     if (
         run.path.exists()
         and not aside.exists()

@@ -73,7 +73,7 @@ class ModelConfig:
     id: str = _option(help="hub id of the 16-bit base model, e.g. Qwen/Qwen3-8B")
     path: str | None = _option(None, "local directory of the base model; overrides id")
     revision: str | None = _option(None, "hub revision (branch, tag or commit)")
-    dtype: Literal["bfloat16", "float32"] = _option("bfloat16", "type of activations and of dequantized weights")
+    dtype: Literal["bfloat16", "float32"] = _option("bfloat16", "dtype of activations and of dequantized weights")
     attn_implementation: str = _option(
         "auto", "attention kernel of transformers: eager, sdpa, flash_attention_2, …; auto: sdpa, eager without it"
     )
@@ -85,7 +85,7 @@ class ModelConfig:
     def check_path(self) -> None:
         """Raise `BadInput` if `path` is not a local directory: transformers would look for it on the hub."""
         if self.path is not None and not Path(self.path).is_dir():
-            seen = f"model.path {self.path} is no directory (seen from {Path.cwd()})."
+            seen = f"model.path {self.path} is not a directory (seen from {Path.cwd()})."
             raise BadInput(f"{seen} Name one that holds a model, or leave it out to take {self.id} from the hub.")
 
 
@@ -104,12 +104,12 @@ class PolicyConfig:
     use_rslora: bool = _option(False, "scale by alpha / sqrt(rank) instead")
     target_modules: str | list[str] = _option("all-linear", "all-linear, or names of linear layers")
     adapter_dtype: Literal["float32", "bfloat16"] = _option(
-        "float32", "type of the trained adapter weights; with bfloat16 only DeepSpeed keeps float32 masters"
+        "float32", "dtype of the trained adapter weights; with bfloat16 only DeepSpeed keeps float32 masters"
     )
     compute: Literal["plain", "fused", "fp8"] = _option(
         "plain",
-        "matmuls with the frozen base: plain is peft's path; fused is one function for base and adapter; fp8 is fused "
-        "with the base's matmuls in FP8, quantized as on the server",
+        "matmuls with the frozen base: plain is peft's path; fused computes base and adapter in one autograd "
+        "function; fp8 is fused with the base's matmuls in FP8, quantized as on the server",
     )
     kernels: Literal["torch", "liger"] = _option("torch", "norms, rotary embedding and SwiGLU; liger needs a GPU")
     embeddings: Literal["gpu", "host"] = _option(
@@ -194,15 +194,15 @@ class ServerConfig:
         "format that the replicas compute in; default policy.quant_cfg, the only one allowed",
         choices=tuple(TRAINED),
     )
-    kv_cache: Literal["auto", "fp8"] = _option("auto", "type of the KV cache; auto is the model's own")
+    kv_cache: Literal["auto", "fp8"] = _option("auto", "dtype of the KV cache; auto is the model's own")
     tensor_parallel: int = _option(1, "GPUs per replica", FROM_1)
     gpus: list[int] | None = _option(None, "GPUs of the replicas, tensor_parallel each; default what CUDA shows")
     gpu_memory_utilization: float = _option(
-        0.9, "share of the card that a replica may take, weights and KV cache", SHARE_ABOVE_0
+        0.9, "share of the GPU's memory that a replica may take, weights and KV cache", SHARE_ABOVE_0
     )
     kv_cache_gib: float | None = _option(None, "GiB of KV cache instead of what the share leaves", ABOVE_0)
     nf4_copy: Literal["gpu", "host"] = _option("gpu", "where remerge keeps its NF4 copy (0.56 bytes per weight)")
-    sleep: bool = _option(False, "during the update, weights in host memory and no KV cache: for a shared card")
+    sleep: bool = _option(False, "during the update, weights in host memory and no KV cache: for a shared GPU")
     max_num_seqs: int = _option(256, "completions that a replica generates at once", FROM_1)
     enforce_eager: bool = _option(False, "no CUDA graphs: starts faster, generates slower")
     host: str | None = _option(None, "address to bind; default the URL's host, which must be this machine's")
@@ -236,7 +236,7 @@ class DataConfig:
     answer_column: str = _option("answer", "column of the reference answer")
     answer_format: Literal["gsm8k", "boxed", "plain", "countdown", "code", "mbpp", "humaneval", "any"] = _option(
         "plain",
-        "where the answer is: #### 42, \\boxed{42}, 42; for code, what form the tests have (reward/code_gold.py); "
+        "where the answer is: #### 42, \\boxed{42}, 42; for code, the format of the tests (reward/code_gold.py); "
         "any: the column as it is, for a reward function that reads it",
     )
     system_prompt: str | None = _option(None, "system message; null sends none")
@@ -260,7 +260,7 @@ class TrainConfig:
     lr_scheduler: Literal["constant", "linear", "cosine", "constant_with_warmup"] = _option("constant", "schedule")
     warmup_steps: int = _option(0, "steps of linear warm-up")
     loss_type: Literal["dr_grpo", "dapo", "grpo"] = _option("dr_grpo", "how token losses are averaged")
-    loss: str | None = _option(None, "loss of your own as module:function, in place of loss_type (kit/README.md)")
+    loss: str | None = _option(None, "your own loss as module:function, instead of loss_type (kit/README.md)")
     scale_rewards: Literal["group", "batch", "none"] | None = _option(
         None, "divide advantages by the spread of the group or batch; default none for dr_grpo, group otherwise"
     )
@@ -285,12 +285,12 @@ class TrainConfig:
         None, "GPUs of the trainer under launch.up, one process each; default those that no replica uses"
     )
     max_gpu_gib: float | None = _option(
-        None, "GPU memory that a trainer process may take; default the whole card", ABOVE_0
+        None, "GPU memory that a trainer process may take; default the whole GPU", ABOVE_0
     )
     recompute: Literal["full", "selective", "none", "auto"] = _option(
         "full",
         "what the backward pass recomputes: full, decoder layers; selective, all but matmuls and attention; none; "
-        "auto, the least for which the plan's high memory figure fits the card",
+        "auto, the least for which the plan's upper memory estimate fits the GPU",
     )
     recompute_fraction: float = _option(1.0, "share of the decoder layers that recompute applies to, evenly spread")
     recompute_offload: bool = _option(False, "with recompute: keep the layers' inputs in pinned host memory")
@@ -371,7 +371,7 @@ class EvalConfig:
     reward: str | None = _option(
         None, "score by this reward, also module:function; default what data.answer_format says", choices=REWARDS
     )
-    reward_threshold: float = _option(1.0, "with eval.reward, the least reward of a correct completion")
+    reward_threshold: float = _option(1.0, "with eval.reward, the minimum reward of a correct completion")
     gate: GateConfig = field(default_factory=GateConfig, metadata={"help": "thresholds for promotion"})
 
 

@@ -16,24 +16,24 @@ FSDP_SETTINGS = {
     "FSDP_VERSION": (
         "2",
         "1",
-        "FSDP1 makes a layer one flat parameter, so the base's tensors cannot be hashed by name",
+        "FSDP1 flattens each layer into one parameter, so the base's tensors cannot be hashed by name",
     ),
     "FSDP_AUTO_WRAP_POLICY": (
         *("TRANSFORMER_BASED_WRAP", "NO_WRAP"),
-        "layers have to be groups of their own, else a forward gathers the whole base at once",
+        "each layer must be an FSDP unit of its own, or a forward gathers the whole base at once",
     ),
     "FSDP_STATE_DICT_TYPE": (
         *("SHARDED_STATE_DICT", "SHARDED_STATE_DICT"),
         "every checkpoint would gather the whole base in one process",
     ),
     "FSDP_OFFLOAD_PARAMS": (*("false", "false"), "4-bit layers whose bytes come from host memory were not tested"),
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": (*("false", "false"), "only one process would load the base that each hashes"),
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": (*("false", "false"), "only one process would load the base, and all hash it"),
     "FSDP_ACTIVATION_CHECKPOINTING": (
         *("false", "false"),
         "it renames the base's tensors, and train.recompute does the same",
     ),
 }
-# Optimizers that step a part of a tensor just as they step the whole.
+# Optimizers whose step on a shard equals their step on the whole tensor.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 CONFIGS = "accelerate_configs/fsdp2.yaml"
 
@@ -60,7 +60,7 @@ def faults(config: Config) -> list[str]:
         found += offloading_faults(_zero_optimization())
     if kind and config.train.optimizer not in OPTIMIZERS:
         found.append(
-            f"train.optimizer is {config.train.optimizer} under {kind}, which gives it parts of tensors. Use "
+            f"train.optimizer is {config.train.optimizer} under {kind}, which gives it sharded tensors. Use "
             f"{' or '.join(OPTIMIZERS)}."
         )
     if kind and config.policy.embeddings == "host":

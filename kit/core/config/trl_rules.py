@@ -13,7 +13,7 @@ from kit.core.config.schema import Config
 
 # Field -> what to do instead.
 INSTEAD = {
-    "accelerator_config": "accelerate's part in a batch is the kit's",
+    "accelerator_config": "the kit sets how accelerate splits a batch",
     "cast_lm_head_to_fp32": "the output layer is the base's, which no run changes. Set model.dtype to float32",
     "chat_template_kwargs": "data.chat_template_kwargs sets them for training and evaluation alike",
     "eval_strategy": "watch.eval_every measures the held-out accuracy while training",
@@ -30,7 +30,7 @@ INSTEAD = {
     "use_transformers_paged": "it casts the adapter's masters. rollout.backend server samples fast",
     "use_liger_kernel": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
 }
-# Fields that put generation out of step with the optimizer, or leave state out of the checkpoints.
+# Fields that desynchronize generation and the optimizer, or leave state out of the checkpoints.
 INEXACT_ON_RESUME: tuple[str, ...] = (
     "use_adaptive_entropy",
     "steps_per_generation",
@@ -52,7 +52,7 @@ WHOLE_BATCH_FIELDS = {"entropy_coef": (0,), "top_entropy_quantile": (1,)}
 
 
 def faults(config: Config) -> list[str]:
-    """One sentence for each field of `train.trl` that would be ignored, or would do what the kit must not."""
+    """One sentence for each field of `train.trl` that would be ignored or would break a guarantee of the kit."""
     found = [_fault(config, key, value) for key, value in config.train.trl.items()]
     return [f"train.trl.{fault}" for fault in found if fault]
 
