@@ -1,7 +1,7 @@
 """Advantages of GRPO from the rewards of all processes: tensors in, tensors out.
 
-Equal to those of trl 1.16, but that a group whose rewards are equal has exactly 0: TRL subtracts a mean that is off by
-a rounding (eight times 0.7), and Adam makes whole steps of what is left.
+Equal to those of trl 1.16, except that a group with equal rewards gets exactly 0: TRL subtracts a mean with a rounding
+error (eight times 0.7), and Adam turns the residue into full-size steps.
 """
 
 import math
@@ -13,8 +13,8 @@ from trl.trainer.utils import nanstd
 def group_advantages(
     rewards: torch.Tensor, weights: torch.Tensor, group_size: int, scale: str, are_summed: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages (N,) of rewards (N, functions), NaN where none was computed, and which groups (N / group_size,) teach
-    nothing.
+    """Advantages (N,) of rewards (N, functions), NaN where none was computed, and which groups (N / group_size,) have
+    no signal.
 
     `are_summed`: the weighted sum of a completion's rewards is compared within its group, and divided by the deviation
     of the group or the batch as `scale` says; otherwise each function's reward is normalized first (GDPO, arXiv

@@ -1,7 +1,7 @@
 """Training checkpoints that are whole or absent, and resuming from the newest whole one.
 
-transformers writes straight into `checkpoint-N` and `get_last_checkpoint` takes whatever lies there. Here a checkpoint
-is written aside, gets a manifest with every file's size and hash, and is renamed to `checkpoints/step-N`.
+transformers writes straight into `checkpoint-N` and `get_last_checkpoint` takes whatever is there. Here a checkpoint
+is staged elsewhere, gets a manifest with every file's size and hash, and is renamed to `checkpoints/step-N`.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ SAVE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 def is_disk_error(error: Exception) -> bool:
-    """Whether the disk caused a failed save."""
+    """Whether a failed save is the disk's fault (full, quota, I/O error)."""
     return not isinstance(error, RuntimeError) or is_failed_torch_save(error)
 
 
 def staging_directory(run: RunDir) -> Path:
-    """Where transformers writes a checkpoint before it counts."""
+    """Directory where transformers writes a checkpoint before it is committed."""
     return run.checkpoints / ".staging"
 
 
@@ -41,12 +41,12 @@ def commit_checkpoint(run: RunDir, step: int, base_hash: str, **facts: str) -> P
 
 
 def discard_staged(run: RunDir) -> None:
-    """Remove whatever an interrupted save left behind."""
+    """Remove the leftovers of an interrupted save."""
     shutil.rmtree(staging_directory(run), ignore_errors=True)
 
 
 def rotate(run: RunDir, keep: int) -> None:
-    """Delete all but the `keep` newest whole checkpoints; a damaged one never takes the place of a whole one."""
+    """Delete all but the `keep` newest whole checkpoints; a damaged one never displaces a whole one."""
     whole = []
     for checkpoint in sorted(run.checkpoints.glob("step-[0-9]*"), reverse=True):
         with contextlib.suppress(BadInput):
@@ -58,7 +58,7 @@ def rotate(run: RunDir, keep: int) -> None:
 
 
 def refusal_of(folder: Path, size: int) -> OSError | None:
-    """The error with which the disk refuses another file of `size` bytes in `folder`; None when it takes one."""
+    """The OSError of writing another file of `size` bytes to `folder`; None if that works."""
     place = folder / f".probe-{os.getpid()}"
     try:
         with open(place, "wb") as file:
@@ -72,7 +72,7 @@ def refusal_of(folder: Path, size: int) -> OSError | None:
 
 
 def saving_failed(run: RunDir, step: int, error: Exception, needed: int) -> CheckFailed:
-    """The error of a save, of about `needed` bytes, that the disk refused: what is left, and how to go on. Call it
+    """The error for a failed save of about `needed` bytes: the checkpoint that is left, and how to continue. Call it
     before space is freed."""
     free = shutil.disk_usage(run.path).free / 2**20
     try:
@@ -80,7 +80,7 @@ def saving_failed(run: RunDir, step: int, error: Exception, needed: int) -> Chec
     except BadInput:
         left = "no checkpoint was completed before. Free some space, remove the run and start it again."
     reason = (str(error) or type(error).__name__).splitlines()[0]
-    # torch.save and safetensors have no errno, and torch.save not even words for it.
+    # torch.save and safetensors set no errno, and torch.save has no message either.
     if getattr(error, "errno", None) is None and (refused := refusal_of(run.path, needed)) is not None:
         reason = f"[Errno {refused.errno}] {refused.strerror}"
     return CheckFailed(
@@ -90,8 +90,8 @@ def saving_failed(run: RunDir, step: int, error: Exception, needed: int) -> Chec
 
 
 def rewind(run: RunDir, checkpoint: Path) -> int:
-    """The checkpoint's step; what later steps left (metrics, ledger, adapters, completions) is removed, because the
-    run takes another course from here and nothing may be told twice or mistaken for its newest adapter."""
+    """Remove what later steps wrote (metrics, ledger, adapters, completions) and return the checkpoint's step: the run
+    may diverge from here, and nothing may be logged twice or mistaken for its newest adapter."""
     step = checkpoint_step(checkpoint)
     for path in (run.metrics_file, run.ledger_file):
         drop_steps_after(path, step)

@@ -1,10 +1,10 @@
 """Problems of a resumed run, in the order of the uninterrupted one.
 
-TRL's sampler draws the order of each pass over the data when the pass begins, from a generator of its own that no
-checkpoint holds. transformers begins a resumed run in the pass in which it stopped, and the sampler would give that
-pass the order of the first: some of its problems would come twice, others never.
+TRL's sampler draws the order of each pass over the data when the pass begins, from its own generator, whose state is
+not checkpointed. transformers resumes in the pass in which the run stopped, and the sampler would give that pass the
+order of the first: some of its problems would come twice, others never.
 
-An order is one of places in the data, so a run is resumed on the problems that it was started on and no others.
+An order consists of indices into the data, so a run can only be resumed on the problems that it was started on.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def skip_passes(sampler: "Sampler", passes: int) -> None:
-    """Let a sampler draw the orders of whole passes over the data, so that its next one is that of the pass after."""
+    """Advance a sampler by whole passes over the data, so that its next order is that of the following pass."""
     for _ in range(passes):
         next(iter(sampler))
 
@@ -38,22 +38,22 @@ def _facts(dataset: "Dataset") -> dict[str, int | str]:
 
 
 def check_problems(run: RunDir, dataset: "Dataset") -> None:
-    """`BadInput` when the run was started on other problems, or on these in another order. A new run has no record of
-    them, and none has one that was started before there was such a record."""
+    """Raise `BadInput` if the run was started on other problems, or on these in another order. A no-op without a
+    record: in a new run, and in one of a version that wrote none."""
     if run.replaces or not run.data_file.exists():
         return
     before, now = read_json(run.data_file), _facts(dataset)
     if before != now:
         raise BadInput(
             f"--resume: {run.path} was started on {before['problems']:,} training problems, and the "
-            f"{now['problems']:,} that the config names now are not the same in the same order: the file or data set "
-            "was changed, or the tokenizer, which says which prompts fit. Steps would repeat some problems and skip "
-            "others. Put the data back as it was, or start another run, from an adapter of this one with "
+            f"{now['problems']:,} that the config names now differ from them, or are in another order: the file or "
+            "data set has changed, or the tokenizer, which decides which prompts fit. Steps would repeat some "
+            "problems and skip others. Restore the data, or start another run, from an adapter of this one with "
             "policy.init_adapter."
         )
 
 
 def record_problems(run: RunDir, dataset: "Dataset") -> None:
-    """Write `data.json`, by which `check_problems` knows the run's problems again; in the main process only."""
+    """Write `data.json`, which `check_problems` compares with on resume; in the main process only."""
     if is_main_process():
         write_json(run.data_file, _facts(dataset))

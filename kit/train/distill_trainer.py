@@ -1,23 +1,23 @@
 """On-policy distillation: the loss of a step is a divergence between student and teacher on the student's tokens.
 
 Written for trl 1.16. The divergence, its gradient and its memory are TRL's `ChunkedDivergenceFunction`, the kernel of
-its `DistillationTrainer`. That trainer itself does not fit: it brings weights to a vLLM server by merging the adapter,
-which NF4 does not survive; it draws one completion a prompt and lets the sampler's log-probs go, so nobody would know
-whether the server is the student; its teacher is a second model; and its rows are padded. What a step needs besides
-the loss, `PolicyTrainer` has: rollouts, sync, canary, k3, held-out accuracy, packing, records, checkpoints. So this is
-that trainer with another loss. Rewards are computed and recorded, and nothing is learned from them.
+its `DistillationTrainer`. That trainer itself does not fit: it syncs weights to a vLLM server by merging the adapter,
+which does not work in NF4; it samples one completion per prompt and drops the sampler's log-probs, so nothing would
+show whether the server samples from the student; its teacher is a second model; and its rows are padded.
+`PolicyTrainer` has everything but the loss: rollouts, sync, canary, k3, held-out accuracy, packing, records,
+checkpoints. So this is that trainer with another loss. Rewards are computed and recorded, but not learned from.
 
-    loss = Σ over the completions' tokens of D(student, teacher) / number of these tokens in the step, nats a token
+    loss = Σ over the completions' tokens of D(student, teacher) / number of these tokens in the step, nats per token
 
-Both are softmax(logits / distill.temperature) over the whole vocabulary, and with the masses p (student), q (teacher)
-and m = (1 - b) p + b q, b = js_beta:
+Both are softmax(logits / distill.temperature) over the whole vocabulary. With p (student), q (teacher) and
+m = (1 - b) p + b q, b = js_beta:
 
     reverse_kl  Σ p log(p/q)        forward_kl  Σ q log(q/p)        js  b Σ q log(q/m) + (1 - b) Σ p log(p/m)
 
-No gradient passes through the sampling, as in arXiv 2306.13649. The teacher's pass comes before the student's, so that
-of it only the last hidden states (tokens, hidden) wait while the student's activations are kept. Logits exist for
-`chunk_tokens` x 32,768 words at a time, float32, of both models: 256 KiB a token, and 64 KiB for what is multiplied
-back; at 1,024 tokens 0.3 GiB, whatever the micro-batch and the vocabulary.
+No gradient flows through the sampling, as in arXiv 2306.13649. The teacher's pass comes before the student's, so that
+only its last hidden states (tokens, hidden) are held while the student's activations are alive. Logits of both models
+exist for `chunk_tokens` x 32,768 words at a time, in float32: 256 KiB per token, plus 64 KiB for the gradients in 16
+bits; at 1,024 tokens 0.3 GiB, regardless of micro-batch and vocabulary.
 """
 
 from typing import Any, NamedTuple
@@ -40,13 +40,13 @@ from kit.train.step import PolicyStep, StepTally
 from kit.train.trainer import PolicyTrainer, loss_settings, trainer_arguments
 
 WORDS = 32768  # vocabulary entries of a tile
-# Figures of GRPO's update that a distillation does not have.
+# Metrics of GRPO's update that a distillation does not have.
 NOT_HERE = ("kl", "zero_spread_fraction", "clip_fraction", "corrected_token_fraction", "corrected_sequence_fraction")
 
 
 def distill_arguments(config: Config, run: RunDir) -> Any:
-    """TRL's arguments for a checked configuration; `BadInput` also for a key of `train.trl` that only GRPO's loss
-    reads."""
+    """TRL's arguments for a checked configuration; raises `BadInput` also for a key of `train.trl` that only GRPO's
+    loss reads."""
     from trl import DistillationConfig
 
     for key in config.train.trl:
@@ -56,12 +56,12 @@ def distill_arguments(config: Config, run: RunDir) -> Any:
 
 
 def beta_of(distill: DistillConfig) -> float:
-    """What TRL calls beta: 0 is the forward KL, 1 the reverse KL, the share of the teacher in the mixture between."""
+    """TRL's beta: 0 is the forward KL, 1 the reverse KL, in between the share of the teacher in the mixture."""
     return {"forward_kl": 0.0, "reverse_kl": 1.0}.get(distill.divergence, distill.js_beta)
 
 
 class Head(NamedTuple):
-    """What makes logits of hidden states: softcap(scale · (states · weightᵀ + bias))."""
+    """The output head, hidden states to logits: softcap(scale · (states · weightᵀ + bias))."""
 
     weight: torch.Tensor  # (V, hidden)
     bias: torch.Tensor | None
@@ -70,7 +70,7 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "Head":
-        """As trl 1.16's `add_fused_lm_head` reads it from the model's configuration."""
+        """The head of `model`, read from its configuration as trl 1.16's `add_fused_lm_head` does."""
         layer, facts = model.get_output_embeddings(), model.config.get_text_config()
         names = ("logit_scale", "output_multiplier", "lm_head_multiplier")
         scale = next((value for name in names if (value := getattr(facts, name, None)) is not None), None)
@@ -80,7 +80,7 @@ class Head(NamedTuple):
         return cls(layer.weight, getattr(layer, "bias", None), 1.0 if scale is None else scale, cap)
 
     def first(self, words: int) -> "Head":
-        """The head of the first `words` entries of the vocabulary: what is behind the tokenizer's last is padding."""
+        """The head of the first `words` entries of the vocabulary; those beyond the tokenizer's last are padding."""
         return self._replace(weight=self.weight[:words], bias=None if self.bias is None else self.bias[:words])
 
 
@@ -88,7 +88,7 @@ def divergence(
     student: torch.Tensor, head: Head, teacher: torch.Tensor, teacher_head: Head, beta: float, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Divergence and the student's entropy (N,), nats, of hidden states (N, hidden); gradients reach `student` only.
-    The hidden sizes may differ, and so may the ends of the vocabularies: both are compared on what they share."""
+    The hidden sizes may differ, and so may the vocabulary sizes: only the shared entries are compared."""
     words = min(len(head.weight), len(teacher_head.weight))
     head, teacher_head = head.first(words), teacher_head.first(words)
     return ChunkedDivergenceFunction.apply(
@@ -98,12 +98,12 @@ def divergence(
 
 
 class Batch(NamedTuple):
-    """Rows of a step as a model takes them, and where in them the N tokens of completions are predicted."""
+    """Rows of a step as model inputs, and where in them the N tokens of completions are predicted."""
 
     inputs: dict
-    predicting: torch.Tensor  # (N,) positions, of the rows laid flat, that predict a token of a completion
+    predicting: torch.Tensor  # (N,) positions in the flattened rows that predict a token of a completion
     tokens: torch.Tensor  # (N,) the tokens
-    place: torch.Tensor  # (N,) where they are in the completions (b, C) laid flat
+    place: torch.Tensor  # (N,) where they are in the flattened completions (b, C)
 
 
 def last_states(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -124,9 +124,9 @@ class DistillStep(PolicyStep):
         self._sums: torch.Tensor | None = None  # of divergence, entropy and tokens since the last report
 
     def loss(self, model: torch.nn.Module, inputs: dict, accumulated: int) -> torch.Tensor:
-        """As `PolicyStep.loss`; the step is refused when the sampler is not the student."""
+        """As `PolicyStep.loss`; raises `CheckFailed` if the sampler is not the student."""
         loss = super().loss(model, inputs, accumulated)
-        inputs.pop("sampling_per_token_logps", None)  # a batch that is used again is no longer the sampler's
+        inputs.pop("sampling_per_token_logps", None)  # stale when the batch is reused
         return loss
 
     def loss_of_rows(
@@ -145,11 +145,11 @@ class DistillStep(PolicyStep):
                 self._compare(states.detach(), head, batch, inputs["sampling_per_token_logps"])
         sums = torch.stack([each.detach().sum(), entropy.sum(), each.new_tensor(len(each))])
         self._sums = sums if self._sums is None else self._sums + sums
-        # Divided by all tokens of the step, as TRL's dapo has it: they weigh the same wherever they lie.
+        # Divided by all tokens of the step, as in TRL's dapo, so all tokens weigh the same.
         return each.sum() / step_tokens
 
     def batch(self, student: torch.nn.Module, inputs: dict) -> Batch:
-        """Rows as the student takes them: padded, or with `train.micro_batch_tokens` in one pack."""
+        """Rows as inputs of the student: padded, or with `train.micro_batch_tokens` in one pack."""
         ids, mask = whole_rows(inputs)  # (b, W)
         width, length, train = ids.size(1), inputs["completion_ids"].size(1), self.config.train
         if train.micro_batch_tokens is None:
@@ -168,7 +168,7 @@ class DistillStep(PolicyStep):
         return Batch(given, packed.scored, packed.labels[0, packed.scored], row * length + column)
 
     def _compare(self, states: torch.Tensor, head: Head, batch: Batch, sampler: torch.Tensor) -> None:
-        """Keep the student's log-probs of the sampled tokens with the sampler's (b, C), for the step's end."""
+        """Keep the student's and the sampler's log-probs (b, C) of the sampled tokens until the end of the step."""
         weight, bias, scale, cap = head
         scores = (self.arguments.temperature, WORDS, cap, scale, ("log_probs",))
         with torch.no_grad():
@@ -182,7 +182,7 @@ class DistillStep(PolicyStep):
             self.judge_sampler([(policy, sampler, torch.ones_like(policy))])
 
     def _report(self) -> None:
-        """The step's mean divergence and entropy, nats a token, over all processes."""
+        """Log the step's mean divergence and entropy, nats per token, over all processes."""
         total, entropy, tokens = self.accelerator.reduce(self._sums, "sum").tolist()
         self._sums = None
         self.metrics["divergence"].append(total / max(tokens, 1.0))
@@ -190,7 +190,7 @@ class DistillStep(PolicyStep):
 
 
 class DistillTrainer(PolicyTrainer):
-    """`PolicyTrainer` whose update follows a teacher; records `divergence` and `seconds.teacher` besides."""
+    """`PolicyTrainer` whose update follows a teacher; also records `divergence` and `seconds.teacher`."""
 
     def __init__(self, *, config: Config, other_teacher: torch.nn.Module | None = None, **kwargs: Any):
         self._other_teacher = other_teacher

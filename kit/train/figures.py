@@ -1,4 +1,4 @@
-"""What a step measures on its way to metrics.jsonl: seconds by phase, counts, peak memory, the sampler's figures."""
+"""Measurements of a step for metrics.jsonl: seconds by phase, counts, peak memory, the sampler's figures."""
 
 import contextlib
 import time
@@ -13,7 +13,7 @@ from kit.rollout.policy_view import Report
 
 
 class StepFigures:
-    """Figures of the current step. `version` is the adapter version that sampled its rows; it stays for further
+    """Figures of the current step. `version` is the adapter version that sampled its rows; it is kept for further
     updates with them."""
 
     def __init__(self, device: torch.device):
@@ -26,7 +26,7 @@ class StepFigures:
         self.routing = torch.zeros(4, dtype=torch.float64, device=device)  # counts of kit/policy/routing.py
 
     def take_routing(self) -> torch.Tensor:
-        """The step's counts of experts that sampler and trainer chose apart (4,), which start again."""
+        """Return the step's counts of differing expert choices of sampler and trainer (4,), and reset them."""
         counts, self.routing = self.routing, torch.zeros_like(self.routing)
         return counts
 
@@ -45,13 +45,13 @@ class StepFigures:
             torch.cuda.synchronize()
 
     def add(self, report: Report) -> None:
-        """Add what a sampler reports."""
+        """Add a sampler's report."""
         self.values |= report.figures
         for phase, seconds in report.seconds.items():
             self.seconds[phase] += seconds
 
     def begin(self) -> None:
-        """Start the step's clock and its peak memory, unless they run."""
+        """Start the step's clock and reset its peak memory; a no-op if already started."""
         if self.started is None:
             self.started = time.perf_counter()
             reset_peak()

@@ -1,4 +1,4 @@
-"""Ends a run before a gradient that is not finite reaches its adapter, or such an adapter samples or is saved."""
+"""Stop a run before a non-finite gradient reaches its adapter, or a non-finite adapter samples or is saved."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ from kit.core.errors import CheckFailed
 
 
 class FiniteGradients(TrainerCallback):
-    """Stops the run before a gradient that is not finite reaches the adapter.
+    """Stops the run before a non-finite gradient reaches the adapter.
 
-    `keep_step` saves the rows that made it and returns their path.
+    `keep_step` saves the rows that caused it and returns a sentence with their path.
     """
 
     def __init__(self, keep_step: Callable[[], str]):
@@ -29,7 +29,7 @@ class FiniteGradients(TrainerCallback):
 
 
 class FiniteAdapter(TrainerCallback):
-    """Stops the run before an adapter that is not finite samples or is saved: a finite gradient can make one too."""
+    """Stops the run before a non-finite adapter samples or is saved: a finite gradient can cause one too."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if found := spoiled(model):
@@ -48,8 +48,8 @@ class FiniteAdapter(TrainerCallback):
 
 
 def spoiled(model: Any) -> str:
-    """How many tensors of the adapter are not finite, in words; empty when all are. Of weights that ZeRO-3 keeps
-    apart it sees none."""
+    """How many tensors of the adapter are not finite, in words; empty if all are finite. Blind to weights that ZeRO-3
+    has sharded."""
     adapter = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
     finite = torch.isfinite(torch.stack(torch._foreach_norm(adapter)))
     return "" if finite.all() else f"{len(adapter) - int(finite.sum())} of {len(adapter)} tensors of the adapter"

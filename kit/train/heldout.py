@@ -1,9 +1,9 @@
 """Held-out accuracy while a run trains: the policy answers the same problems of the eval split every few steps.
 
-The judge is the one of `python -m eval`, not the run's reward: when the reward climbs while this falls, the reward is
-gamed or the problems are learned by heart. A step measures the policy that sampled its rollouts, with the run's own
-sampling settings and backend, one completion a problem. In the trainer's process every measurement draws the same
-random numbers and hands the generator's state back, so a run is the same with and without it.
+Answers are judged as in `python -m eval`, not by the run's reward: if the reward climbs while this falls, the reward
+is being hacked or the problems memorized. A step measures the policy that sampled its rollouts, with the run's own
+sampling settings and backend, one completion per problem. In the trainer's process every measurement uses the same
+random numbers and restores the generator's state, so a run is the same with and without it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Tokenize = Callable[[list[list[dict]]], list[list[int]]]  # messages of prompts 
 
 
 class HeldOut:
-    """The held-out problems of a run and their judge; `BadInput` when there is none. Loads no weights.
+    """The held-out problems of a run and how they are judged; raises `BadInput` if there are none. Loads no weights.
 
     At most `watch.eval_problems` problems, the first of the split whose prompt fits.
     """
@@ -39,18 +39,18 @@ class HeldOut:
         self.judge = _judge(config)
 
     def is_due(self, step: int) -> bool:
-        """Whether a step that generates is measured: the first, and the first at or after every multiple."""
+        """Whether to measure at a step that generates: the first, and the first at or after every multiple."""
         every, apart = self.config.watch.eval_every, self.config.train.num_iterations
         return step == 1 or step // every != (step - apart) // every
 
     def measure(self, sampler: Sampler, policy: PolicyView, tokenize: Tokenize) -> float | None:
-        """Share of right answers among those that could be judged, the same in every process; None when none could.
+        """Share of correct answers among those that could be judged, the same in every process; None if none could.
 
         Called by all processes together; each generates its part.
         """
         processes, index = policy.processes.num_processes, policy.processes.process_index
         share = -(-len(self.problems) // processes)
-        # Everyone generates equally often: the last share is filled up from the start, and the surplus dropped.
+        # All processes generate as often: the last part is padded with the first problems, and those results dropped.
         mine = list(itertools.islice(itertools.cycle(self.problems), index * share, (index + 1) * share))
         prompts = [chat_messages(self.config.data, problem) for problem in mine]
         with own_random_numbers(self.config.run.seed, index, policy.processes.device):
@@ -63,7 +63,7 @@ class HeldOut:
 
 
 def _judge(config: Config) -> BoundReward:
-    """What decides whether an answer is right, by the form of the references; the default of `python -m eval`."""
+    """The reward that judges answers, by the format of the references; the default of `python -m eval`."""
     form, reward = config.data.answer_format, config.reward
     if form in TEXT_FORMATS:
         name, fixed = "math", {"form": "boxed", "hash_answers": True}
@@ -74,7 +74,7 @@ def _judge(config: Config) -> BoundReward:
     else:
         raise BadInput(
             f"watch.eval_every is {config.watch.eval_every} and data.answer_format {form} does not say when an answer "
-            "is right. Set watch.eval_every to 0."
+            "is correct. Set watch.eval_every to 0."
         )
     if name == "code" and not reward.allow_code_execution:
         raise BadInput("watch.eval_every runs code that the model wrote. Set reward.allow_code_execution, or 0.")
@@ -85,7 +85,7 @@ def _judge(config: Config) -> BoundReward:
 
 @contextlib.contextmanager
 def own_random_numbers(seed: int, process: int, device: torch.device) -> Iterator[None]:
-    """Seed torch for the block and give its generators their state back."""
+    """Seed torch for the block and restore the state of its generators afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed * 1000 + process)
         yield

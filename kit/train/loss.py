@@ -1,4 +1,4 @@
-"""The losses of GRPO as pure functions: tensors in, a loss and its figures out. No trainer, no processes, no files.
+"""The losses of GRPO as pure functions: tensors in, a loss and its metrics out. No trainer, no processes, no files.
 
     r = π(token) / π_old(token)                              `policy_ratio`; GSPO has one for a whole sequence
     s = -min(min(r, δ) A, clip(r, 1 - ε, 1 + ε_high) A)      no δ unless `train.trl.delta` is set
@@ -23,7 +23,7 @@ from kit.train.mismatch import importance_ratio
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """What a run's configuration says about its loss."""
+    """The settings of a run's loss."""
 
     loss_type: str = "dr_grpo"
     beta: float = 0.0  # weight of the KL to the reference
@@ -32,8 +32,8 @@ class LossSettings:
     delta: float | None = None  # upper bound of the ratio where the advantage is negative
     importance_sampling_level: str = "token"  # or sequence (GSPO)
     bias_corrected_kl: bool = False  # weight the KL by the ratio
-    off_policy_threshold: float | None = None  # drop sequences of negative advantage that moved further, nats a token
-    top_entropy_quantile: float = 1.0  # share of the tokens, those of the highest entropy, that the policy learns from
+    off_policy_threshold: float | None = None  # drop sequences of negative advantage beyond it, nats per token
+    top_entropy_quantile: float = 1.0  # learn from this share of the tokens, those of the highest entropy
     entropy_coef: float = 0.0  # weight of the entropy bonus
     max_completion_length: int = 256
     correction: str = "none"  # for the sampler's mismatch: mismatch.importance_ratio
@@ -49,9 +49,9 @@ class LossInputs:
     entropies: torch.Tensor  # (b, C) of the policy, nats, with a gradient
     old_logps: torch.Tensor  # (b, C) before the batch's first update
     advantages: torch.Tensor  # (b,)
-    mask: torch.Tensor  # (b, C) 1 at tokens in the loss, 0 at padding and in completions that are left out
+    mask: torch.Tensor  # (b, C) 1 at tokens in the loss, 0 at padding and in excluded completions
     ref_logps: torch.Tensor | None = None  # (b, C) of the reference; None with beta 0
-    sampler_logps: torch.Tensor | None = None  # (b, C) as the server sampled them; None: sampled in this process
+    sampler_logps: torch.Tensor | None = None  # (b, C) of the server; None: sampled in this process
     step_rows: float  # completions of this process in the optimizer step
     step_tokens: torch.Tensor | float  # tokens in the loss in the optimizer step, mean over processes; above 0
     entropy_threshold: torch.Tensor | None = None  # of all processes; None unless top_entropy_quantile is below 1
@@ -64,7 +64,7 @@ LossFunction: TypeAlias = Callable[[LossInputs, LossSettings], LossResult]
 def dr_grpo(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
     """Dr. GRPO (arXiv 2503.20783, section 3.2): Σ_rows Σ_tokens each / (rows · longest completion).
 
-    A constant divides, so a token of a long completion weighs as much as one of a short completion.
+    The divisor is a constant, so a token of a long completion weighs as much as one of a short completion.
     """
     total = (clipped_loss(inputs, settings) * inputs.mask).sum()
     return total / (inputs.step_rows * settings.max_completion_length)
@@ -86,7 +86,7 @@ LOSSES: dict[str, LossFunction] = {"dr_grpo": dr_grpo, "dapo": dapo, "grpo": grp
 
 
 def clipped_loss(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
-    """The loss of every token (b, C) before it is averaged; (b, 1) where all tokens of a row have the same.
+    """The loss of every token (b, C) before averaging; (b, 1) if all tokens of a row have the same.
 
     PPO's clipped surrogate (arXiv 1707.06347, equation 7), with two clip bounds (DAPO's "clip higher") and, with
     `delta`, a third one (dual clip, arXiv 1912.09729), times the sampler's correction, plus the KL to the reference.
@@ -106,7 +106,7 @@ def clipped_loss(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
 
 
 def policy_ratio(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
-    """π / π_old by token (b, C); at the level of sequences the geometric mean over the row (b, 1), as in GSPO (arXiv
+    """π / π_old per token (b, C); at sequence level the geometric mean over the row (b, 1), as in GSPO (arXiv
     2507.18071, equation 7)."""
     difference = inputs.logps - inputs.old_logps  # (b, C)
     if settings.importance_sampling_level == "sequence":
@@ -120,7 +120,7 @@ def _bounded(ratio: torch.Tensor, settings: LossSettings) -> torch.Tensor:
 
 
 def sampler_ratio(inputs: LossInputs, settings: LossSettings) -> torch.Tensor | float:
-    """π_old / π_sampler, capped or dropped: (b, C), or (b, 1) for whole sequences; 1 where nothing is corrected."""
+    """π_old / π_sampler, capped or masked: (b, C), or (b, 1) for whole sequences; 1 without a correction."""
     if inputs.sampler_logps is None or settings.correction == "none":
         return 1.0
     return importance_ratio(
@@ -145,9 +145,9 @@ def weighted_kl(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
 
 def near_policy(inputs: LossInputs, threshold: float) -> torch.Tensor:
     """Rows (b, 1) to learn from: those with an advantage of 0 or more, and those whose sampler is within `threshold`
-    nats a token of the policy (DeepSeek-V3.2, off-policy sequence masking)."""
+    nats per token of the policy (DeepSeek-V3.2, off-policy sequence masking)."""
     sampler = inputs.old_logps if inputs.sampler_logps is None else inputs.sampler_logps
-    # A token without a sampler's log-prob is no evidence.
+    # A token without a sampler's log-prob counts as no difference.
     difference = (sampler - inputs.logps.detach()).nan_to_num(nan=0.0)  # (b, C)
     total = (difference * inputs.mask).sum(dim=1, keepdim=True)
     mean = total / inputs.mask.sum(dim=1, keepdim=True).clamp(min=1.0)
@@ -161,7 +161,7 @@ def high_entropy(inputs: LossInputs) -> torch.Tensor:
 
 
 def entropy_threshold(entropies: torch.Tensor, top_quantile: float) -> torch.Tensor:
-    """The entropy that `top_quantile` of the tokens (N,) reach, 0-dim; infinite where there is no token."""
+    """The entropy that `top_quantile` of the tokens (N,) reach, 0-dim; infinite without tokens."""
     if not len(entropies):
         return entropies.new_tensor(torch.inf)
     return torch.quantile(entropies.float(), 1 - top_quantile)
@@ -176,19 +176,19 @@ def entropy_bonus(inputs: LossInputs) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LossFigures:
-    """Figures of a micro-batch on its device; `+` gives those of several.
+    """Metrics of a micro-batch, on its device; `+` combines those of several.
 
-    Reading a figure waits for the device, so add them up and read them once a step.
+    Reading one synchronizes with the device, so add them up and read them once per step.
     """
 
     names: tuple[str, ...]
-    totals: torch.Tensor  # (F, 2) what each is the mean of: its sum and the number of tokens or rows
+    totals: torch.Tensor  # (F, 2) for each mean: the sum, and the number of tokens or rows
     # (2,) The lowest share of tokens in a row that are clipped low, the highest of those clipped high; NaN: no row.
     extremes: torch.Tensor
 
     def __add__(self, other: "LossFigures") -> "LossFigures":
         if self.names != other.names:
-            raise ValueError(f"micro-batches have different figures: {', '.join({*self.names} ^ {*other.names})}.")
+            raise ValueError(f"micro-batches have different metrics: {', '.join({*self.names} ^ {*other.names})}.")
         extremes = _join_extremes(torch.stack([self.extremes, other.extremes]))
         return LossFigures(self.names, self.totals + other.totals, extremes)
 
@@ -196,12 +196,12 @@ class LossFigures:
         """{TRL's name: value}."""
         sums, counts = self.totals.unbind(dim=1)
         means = (sums / counts.where(counts > 0, 1.0)).tolist()
-        low, high = _join_extremes(self.extremes.view(-1, 2)).tolist()  # of several processes, once gathered
+        low, high = _join_extremes(self.extremes.view(-1, 2)).tolist()  # of several processes, if gathered
         return dict(zip(self.names, means, strict=True)) | {"clip_ratio/low_min": low, "clip_ratio/high_max": high}
 
 
 def _join_extremes(extremes: torch.Tensor) -> torch.Tensor:
-    """(2,) of (N, 2); NaN gives way."""
+    """Reduce (N, 2) to (2,), ignoring NaN."""
     low, high = extremes.unbind(dim=-1)
     ends = torch.stack([low.nan_to_num(nan=torch.inf).min(), high.nan_to_num(nan=-torch.inf).max()])
     return ends.where(ends.isfinite(), torch.nan)
@@ -211,7 +211,7 @@ def _join_extremes(extremes: torch.Tensor) -> torch.Tensor:
 def measure_loss(
     inputs: LossInputs, settings: LossSettings, others: Mapping[str, torch.Tensor] | None = None
 ) -> LossFigures:
-    """KL, entropy, and how many tokens are clipped; `others` {name: (b, C), (b, 1) or (b,)} are averaged like them."""
+    """KL, entropy and clip fractions; `others` {name: (b, C), (b, 1) or (b,)} are averaged the same way."""
     mask, advantages = inputs.mask, inputs.advantages[:, None]
     tokens, rows = mask.sum(), torch.ones(len(mask), device=mask.device).sum()
 
@@ -243,9 +243,9 @@ def measure_loss(
 def compute_loss(
     inputs: LossInputs, settings: LossSettings, function: LossFunction | None = None
 ) -> tuple[torch.Tensor, LossFigures]:
-    """A micro-batch's part of the step's loss, 0-dim with a gradient, and its figures.
+    """A micro-batch's part of the step's loss, 0-dim with a gradient, and its metrics.
 
-    `function` replaces that of `settings.loss_type`. The entropy bonus is added to either.
+    `function` replaces the one of `settings.loss_type`. The entropy bonus is added to either.
     """
     result = (function or LOSSES[settings.loss_type])(inputs, settings)
     loss, others = result if isinstance(result, tuple) else (result, {})

@@ -1,7 +1,7 @@
-"""How far the sampler is from the policy on the tokens it sampled, and what the correction makes of it.
+"""How far the sampler is from the policy on the tokens it sampled, and the importance correction for it.
 
 A server samples with other kernels and other weights (FP8) than the trainer computes with. The correction multiplies
-the loss of a token by policy/sampler, capped; the figures here say how much work that is.
+the loss of a token by policy/sampler, capped; the metrics here say how much it corrects.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Figure -> key of metrics.jsonl; all are of one generation batch over all processes.
+# Metric -> key of metrics.jsonl; each covers one generation batch over all processes.
 KEYS = (
     *("sampler_k3", "effective_sample_size"),
     *("sampler_delta_mean", "sampler_delta_p95", "sampler_delta_p99", "sampler_delta_max"),
@@ -21,8 +21,8 @@ ROUTING_KEYS = ("sampler_routing_delta", "sampler_routing_delta_tokens")
 
 
 def routing_figures(counts: "torch.Tensor") -> dict[str, float | None]:
-    """Shares of pairs of token and layer, and of tokens, for which sampler and trainer chose another set of experts;
-    `counts` are those of `Routing`. None: nothing was compared."""
+    """Shares of (token, layer) pairs, and of tokens, for which sampler and trainer chose different experts. `counts`
+    are those of `Routing`. None: nothing was compared."""
     differ, pairs, tokens_differ, tokens = counts.tolist()
     shares = differ / pairs if pairs else None, tokens_differ / tokens if tokens else None
     return dict(zip(ROUTING_KEYS, shares, strict=True))
@@ -36,15 +36,15 @@ def measure(
     cap: float,
     floor: float | None = None,
 ) -> dict[str, float | int | None]:
-    """The figures in `KEYS` for log-probs (N, T) of the same tokens and the mask (N, T) of those in the loss.
+    """The metrics in `KEYS` for log-probs (N, T) of the same tokens and the mask (N, T) of those in the loss.
 
     With d = log policy - log sampler: k3 = mean(exp(d) - 1 - d), an estimate of KL(sampler || policy) that is never
     negative (Schulman 2020); |d| as mean, percentiles and maximum; the effective sample size of the uncapped token
     ratios exp(d), as a share of the tokens. The corrected shares follow trl 1.16: token_truncate caps and token_mask
-    drops tokens whose ratio is outside [floor, cap]; sequence_truncate and sequence_mask do it to whole sequences, by
-    the product of their ratios. A sequence counts as corrected when any of its tokens is.
-    `sampler_nan_count` are tokens whose sampler log-prob is not finite; they are left out of the other figures. None:
-    no token to measure.
+    drops tokens whose ratio is outside [floor, cap]; sequence_truncate and sequence_mask do so for whole sequences,
+    by the product of their ratios. A sequence counts as corrected if any of its tokens is.
+    `sampler_nan_count` is the number of tokens whose sampler log-prob is not finite; they are excluded from the other
+    metrics. None: no token to measure.
     """
     mask = mask.bool()
     finite = sampler.isfinite()
@@ -86,9 +86,9 @@ def importance_ratio(
     cap: float,
     floor: float | None = None,
 ) -> "torch.Tensor":
-    """What the loss of a token is multiplied with, as trl 1.16 does it: policy/sampler by token (N, T) or, for whole
-    sequences, by the product over the row (N, 1). `*_truncate` puts what is outside [floor, cap] to its edge, `*_mask`
-    to 0. A token whose sampler log-prob is NaN has the ratio 1.
+    """Factor on the loss of a token, as in trl 1.16: policy/sampler per token (N, T) or, for whole sequences, the
+    product over the row (N, 1). `*_truncate` clamps to [floor, cap], `*_mask` sets what is outside to 0. A token whose
+    sampler log-prob is NaN has the ratio 1.
     """
     difference = ((policy - sampler) * mask).nan_to_num(nan=0.0)
     if correction.startswith("sequence"):
@@ -100,23 +100,23 @@ def importance_ratio(
 
 
 def describe_fault(figures: dict[str, float | int | None], limit: float, is_ahead: bool) -> str:
-    """Why a run stops at figures of `measure`, and what to do; empty if they are fine. `limit` is
+    """Error text for a run that must stop at these results of `measure`; empty if they are fine. `limit` is
     `rollout.max_sampler_k3`; `is_ahead`: an earlier version sampled (`rollout.overlap`)."""
     if count := figures["sampler_nan_count"]:
         return (
-            f"{count} log-probs of the sampler are not finite: the weights that it serves are damaged. Restart "
+            f"{count} log-probs of the sampler are not finite: its weights are damaged. Restart "
             "the replicas, then continue with --resume."
         )
     k3 = figures["sampler_k3"]
     if k3 is None or k3 <= limit:
         return ""
     fault = (
-        f"the sampler is not the policy: k3 KL {k3:.4f} a token, limit rollout.max_sampler_k3 {limit}. Serve "
+        f"the sampler is not the policy: k3 KL {k3:.4f} per token, limit rollout.max_sampler_k3 {limit}. Serve "
         "the dequantized base of this model (python -m merge base, python -m launch.server)."
     )
     if is_ahead:
         fault += (
-            " With rollout.overlap it also counts what one update changed: if k3 rose from small values, "
+            " With rollout.overlap it includes the change of one update: if k3 rose from small values, "
             "start another run from the newest adapter (policy.init_adapter) with a lower "
             "train.learning_rate or without rollout.overlap."
         )

@@ -1,6 +1,6 @@
-"""`train.loss: module:function`, a loss of the user's: found, tried on a few numbers, its result checked.
+"""`train.loss: module:function`, a user's loss: import it, try it on a few numbers, check its results.
 
-Whatever is wrong with it is said before weights are loaded, where a call on two rows can show it.
+Whatever a call on two rows can reveal is reported before weights are loaded.
 """
 
 import inspect
@@ -18,11 +18,11 @@ KEY = "train.loss"
 
 
 class LossFailed(CheckFailed):
-    """The user's loss raised an exception, which is the error's cause, or returned something else than a loss."""
+    """The user's loss raised an exception, which is the error's cause, or did not return a loss."""
 
 
 class OwnLoss:
-    """The user's function, with its result checked at every call; `LossFailed` names it and what it did."""
+    """The user's function, with its result checked at every call; `LossFailed` says what is wrong with it."""
 
     def __init__(self, name: str, function: LossFunction):
         self.name, self.function = name, function
@@ -32,7 +32,7 @@ class OwnLoss:
             result = self.function(inputs, settings)
         except KitError:
             raise
-        except Exception as error:  # a function of the user's may fail in any way
+        except Exception as error:  # a user's function may raise anything
             said = " ".join(str(error).split())[:300] or "no message"
             raise LossFailed(f"{KEY} {self.name!r} raised {type(error).__name__}: {said.rstrip('.')}.") from error
         if fault := describe_fault(result, inputs):
@@ -41,7 +41,7 @@ class OwnLoss:
 
 
 def load_loss(config: Config, settings: LossSettings) -> LossFunction | None:
-    """The function of `train.loss`, tried on two rows; None where it is not set. `BadInput` says what is wrong."""
+    """The function of `train.loss`, tried on two rows; None if not set. Raises `BadInput` if it does not work."""
     name = config.train.loss
     if name is None:
         return None
@@ -64,27 +64,27 @@ def load_loss(config: Config, settings: LossSettings) -> LossFunction | None:
 
 
 def describe_fault(result: Any, inputs: LossInputs) -> str:
-    """What is wrong with the result of a loss, as the rest of a sentence; empty if nothing is."""
+    """What is wrong with a loss function's result, as the rest of a sentence; empty if valid."""
     loss, figures = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not torch.is_tensor(loss):
-        return f"returned a {type(loss).__name__}. Return a tensor with one number, or it and a dictionary of figures."
+        return f"returned a {type(loss).__name__}. Return a scalar tensor, or it and a dictionary of metrics."
     if loss.dim():
-        return f"returned a tensor of shape {(*loss.shape,)}. Return one number: sum over the rows and tokens."
+        return f"returned a tensor of shape {(*loss.shape,)}. Return a scalar: sum over the rows and tokens."
     if not loss.requires_grad and torch.is_grad_enabled():
         return "returned a loss without a gradient. Compute it from inputs.logps."
     if not isinstance(figures, Mapping):
-        return f"returned figures as a {type(figures).__name__}. Return a dictionary of them."
+        return f"returned metrics as a {type(figures).__name__}. Return a dictionary."
     rows, columns = inputs.mask.shape
     for key, value in figures.items():
         shape = (*value.shape,) if torch.is_tensor(value) else None
         if not isinstance(key, str) or shape not in ((rows, columns), (rows, 1), (rows,)):
-            return f"returned the figure {key!r}, which is no tensor by token ({rows}, {columns}) or by row ({rows},)."
+            return f"returned the metric {key!r}, which is not a tensor of shape ({rows}, {columns}) or ({rows},)."
     return ""
 
 
 def example_inputs(settings: LossSettings, is_served: bool) -> LossInputs:
-    """Two rows of three tokens, one of them padding, with what a run of these settings has; a server's samples come
-    with its log-probs."""
+    """Two rows of three tokens, one of them padding, with the inputs that a run of these settings has. `is_served`:
+    with the sampler's log-probs."""
     logps = torch.tensor([[-1.0, -2.0, -0.5], [-0.7, -1.5, 0.0]])
     return LossInputs(
         logps=logps.clone().requires_grad_(),

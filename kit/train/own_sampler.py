@@ -9,21 +9,21 @@ from kit.rollout.noise import facts, noise_of, noisy
 from kit.rollout.policy_view import PolicyView, Report, Rollouts
 from kit.train.trained_policy import TrainedPolicy
 
-# Token ids of prompts, completions a prompt -> token ids of completions
+# (token ids of prompts, completions per prompt) -> token ids of completions
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 
 class OwnSampler:
-    """A `Sampler` of the trained policy itself; `rows` prompts are generated for at once."""
+    """A `Sampler` that generates with the trained policy itself, for `rows` prompts at a time."""
 
     def __init__(
         self, config: Config, own: TrainedPolicy, generate: Generate, rows: int, say: Callable[[str], None] | None
     ):
         self.config, self.own, self._generate, self.rows, self._say = config, own, generate, max(1, rows), say
-        self._is_kept: bool | None = None  # what was printed of rollout.keep_weights
+        self._is_kept: bool | None = None  # what was last printed about rollout.keep_weights
 
     def generate(self, policy: PolicyView, prompt_ids: list[list[int]], group: int | None = None) -> Rollouts:
-        """Complete prompts with the adapter's version of this moment, with the noise of that version."""
+        """Complete prompts with the adapter's current version and its noise."""
         rollout, noise, made = self.config.rollout, noise_of(self.config, policy.version), []
         tokens = rollout.max_prompt_length + rollout.max_completion_length
         train = self.config.train

@@ -1,6 +1,6 @@
 """Files that a run writes while it trains: config.json, metrics.jsonl, completions, the ledger, the log line.
 
-Only the main process writes. Every line is flushed, so `tail -f` and `launch.watch` see a step when it ends.
+Only the main process writes. Every line is flushed, so `tail -f` and `launch.watch` see a step as soon as it ends.
 """
 
 import json
@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor and, when there is one, GPU of this process."""
+    """CPU and, if present, GPU of this process."""
     import torch
 
     facts: dict[str, Any] = {"processor": platform.machine(), "cores": os.cpu_count(), "gpus": []}
@@ -51,7 +51,7 @@ def machine() -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """The commit of this checkout, with `+dirty` when files differ from it; None outside a checkout."""
+    """The commit of this checkout, with `+dirty` if files differ from it; None outside a checkout."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:
@@ -66,14 +66,14 @@ def git_revision() -> str | None:
 
 
 def code_sandbox(config: Config) -> dict | None:
-    """The isolation in force around the model's code, None where no reward runs it."""
+    """The isolation around model-written code; None if no reward runs any."""
     if not any(getattr(function_of(name), "executes_code", False) for name in config.reward.functions):
         return None
     return isolation_level()
 
 
 def write_config(config: Config, run: RunDir, processes: int) -> None:
-    """Write `config.json`: the resolved configuration and where, with what and from which code it ran."""
+    """Write `config.json`: the resolved configuration, machine, versions and commit."""
     run.path.mkdir(parents=True, exist_ok=True)
     write_json(
         run.config_file,
@@ -94,7 +94,7 @@ def write_config(config: Config, run: RunDir, processes: int) -> None:
 
 
 def drop_steps_after(path: Path, step: int) -> None:
-    """Remove lines of a step above `step` from a jsonl file, and a last line cut short by a crash."""
+    """Remove lines of a step above `step` from a jsonl file, and a last line truncated by a crash."""
     if not path.exists():
         return
     kept = []
@@ -119,36 +119,36 @@ def add_counts(parts: Iterable[dict[str, dict[str, int]]]) -> dict[str, dict[str
 
 
 def unknown_so_far(metrics_file: Path) -> dict[str, dict[str, int]]:
-    """`unknown_rewards` of the last step of a metrics file whose lines are whole; empty when it has none."""
+    """`unknown_rewards` of the last step of a metrics file whose lines are all complete; empty if it has none."""
     lines = metrics_file.read_text().splitlines() if metrics_file.exists() else []
     return json.loads(lines[-1]).get("unknown_rewards") or {} if lines else {}
 
 
 class Recorder:
-    """Appends to the run directory; keeps no state a resumed run would need."""
+    """Appends to the run directory; holds no state that a resumed run would need."""
 
     def __init__(self, run: RunDir, config: Config):
         self.run, self.config = run, config
         run.logs.mkdir(parents=True, exist_ok=True)
 
     def say(self, line: str) -> None:
-        """Print one line and append it to logs/trainer.log, unless that is what prints go to (launch.up)."""
+        """Print one line and append it to logs/trainer.log, unless stdout is that file already (launch.up)."""
         print(line, flush=True)
         log = self.run.logs / "trainer.log"
         if not _prints_go_to(log):
             _append_line(log, line)
 
     def ledger(self, step: int, problem_ids: list[str]) -> None:
-        """Record which problems a step consumes, in order, before it generates."""
+        """Record the problems of a step, in order, before it generates."""
         _append(self.run.ledger_file, {"step": step, "problem_ids": problem_ids})
 
     def step(self, record: dict) -> None:
-        """Write one line of metrics.jsonl (numbers that are not finite become null) and print the step."""
+        """Write one line of metrics.jsonl (non-finite numbers become null) and print the step."""
         _append(self.run.metrics_file, _finite(record))
         self.say(step_line(record))
 
     def wants_completions(self, step: int) -> bool:
-        """Whether a step that generated is sampled: the first, and the first at or after every multiple."""
+        """Whether to write a generating step's completions: the first, and the first at or after each multiple."""
         every, apart = self.config.watch.completions_every, self.config.train.num_iterations
         return bool(every) and (step == 1 or step // every != (step - apart) // every)
 
@@ -162,15 +162,15 @@ class Recorder:
 
 
 def keep_traceback(run: RunDir, error: BaseException) -> Path:
-    """Append the traceback of an error to logs/trainer.log, which is returned; printed is its message alone."""
+    """Append an error's traceback to logs/trainer.log and return that path; the terminal gets only the message."""
     log = run.logs / "trainer.log"
     _append_line(log, "".join(traceback.format_exception(error)).rstrip())
     return log
 
 
 def step_line(record: dict) -> str:
-    """The step as one line of fixed order, e.g. for `tail -f logs/trainer.log | grep reward`; a distillation's has the
-    divergence from the teacher."""
+    """The step as one line of fixed order, e.g. for `tail -f logs/trainer.log | grep reward`; in a distillation it
+    includes the divergence from the teacher."""
 
     def show(key: str, digits: int) -> str:
         value = record.get(key)
@@ -202,7 +202,7 @@ def _prints_go_to(path: Path) -> bool:
 
 def _append(path: Path, value: dict) -> None:
     line = json.dumps(value, allow_nan=False, ensure_ascii=False)
-    # Unicode's own line ends are legal inside a JSON string, but str.splitlines cuts there.
+    # Unicode line separators are legal inside a JSON string, but str.splitlines splits there.
     _append_line(path, line.translate({code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}))
 
 

@@ -7,18 +7,18 @@ from accelerate import Accelerator
 
 from kit.policy.routing import Routing, routed
 
-# What a batch's first forward leaves with its rows, for further updates with them.
+# Entries that a batch's first forward adds to its rows, for further updates with them.
 KEPT = ("old_per_token_logps", "ref_per_token_logps")
 
 
 def take_rows(inputs: dict, rows: list[int] | torch.Tensor) -> dict:
-    """Some rows of a batch; an entry of the whole batch stays."""
+    """Select rows of a batch; entries that are not per row are kept."""
     index = torch.as_tensor(rows, device=inputs["completion_ids"].device)
     return {key: value[index] if torch.is_tensor(value) and value.ndim else value for key, value in inputs.items()}
 
 
 def keep_scores(inputs: dict, parts: list[dict], plan: list[list[int]]) -> None:
-    """Copy `KEPT` from micro-batches `parts`, rows `plan` of the batch, to `inputs`, in its order."""
+    """Copy `KEPT` from micro-batches `parts` (rows `plan` of the batch) back to `inputs`, in its order."""
     order = torch.tensor([row for rows in plan for row in rows]).argsort()
     for key in KEPT:
         if key in parts[0]:
@@ -31,7 +31,7 @@ def whole_rows(inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def takes_positions(policy: torch.nn.Module) -> bool:
-    """Whether the model under the adapter takes `position_ids`. Models with ALiBi count by the attention mask."""
+    """Whether the model under the adapter takes `position_ids`. Models with ALiBi use the attention mask instead."""
     return "position_ids" in inspect.signature(type(policy.get_base_model()).forward).parameters
 
 
@@ -52,8 +52,8 @@ def padded_logps(
     """Log-probs and, if requested, entropies (b, C) of the last C = `columns` of padded rows (b, W), by TRL's fused
     head.
 
-    A padded row counts from its first real token, as a sampler and a pack do: in BF16 rotary embeddings of shifted
-    positions are not the same. `routing` has the experts of all b·W tokens.
+    Positions count from a row's first real token, as in a sampler and a pack: in BF16, rotary embeddings of shifted
+    positions differ. `routing` has the experts of all b·W tokens.
     """
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :-columns] = -100

@@ -1,4 +1,4 @@
-"""The rows of a step: what the completions of its prompts earned, as the tensors that its loss reads.
+"""Rows of a step, prompts and completions, as the tensors that its loss reads.
 
 The entries have TRL's names (trl 1.16), whose buffer hands the rows to the accumulation steps.
 """
@@ -61,7 +61,7 @@ def log_lengths(
     rollouts: Rollouts,
     truncated: list[bool],
 ) -> None:
-    """Log the lengths of the completions of all processes, as TRL does."""
+    """Log the lengths of the completions, over all processes, as TRL does."""
     lengths = torch.tensor([len(ids) for ids in rollouts.token_ids], device=accelerator.device)
     cut = torch.tensor(truncated, device=accelerator.device)
     lengths, cut = accelerator.gather(lengths).float(), accelerator.gather(cut)
@@ -86,7 +86,7 @@ def log_rewards(
 
 
 def log_pending(metrics: Mapping[str, list[float]], pending: dict[str, list[float]], accelerator: Accelerator) -> None:
-    """Log the means over all processes of what reward functions gave to TRL's `log_metric`."""
+    """Log the means over all processes of what reward functions passed to TRL's `log_metric`."""
     for name in sorted(set(gather_object(list(pending)))):
         values = pending.get(name, [])
         mine = torch.tensor([sum(values), len(values)], dtype=torch.float32, device=accelerator.device)
@@ -96,7 +96,7 @@ def log_pending(metrics: Mapping[str, list[float]], pending: dict[str, list[floa
 
 
 def completion_messages(tokenizer: Any, prompt_ids: list[list[int]], token_ids: list[list[int]]) -> list[list[dict]]:
-    """The completions as messages, parsed where the tokenizer has a schema of responses."""
+    """The completions as messages, parsed if the tokenizer has a response schema."""
     if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
         from trl.chat_template_utils import parse_response
 

@@ -1,4 +1,4 @@
-"""Steps that all recipes share: checks of model and data, the plan, the run's lock, the base's record and final check.
+"""Steps that all recipes share: checks of model and data, the plan, the run's lock, the base and its final check.
 
 Everything up to `started` works without weights and without a GPU; a dry run ends there.
 """
@@ -35,7 +35,7 @@ def say(text: str) -> None:
 
 
 def read_command(description: str, recipe: str) -> tuple[Config, argparse.Namespace, RunDir, int]:
-    """A recipe's configuration, flags, run directory and number of processes; `BadInput` for what cannot work."""
+    """A recipe's configuration, flags, run directory and number of processes; raises `BadInput` if it cannot work."""
     config, flags = parse_command(description)
     processes = world_size()
     check_recipe(config, recipe)
@@ -57,7 +57,7 @@ def check_context(config: Config, model_config: Any) -> None:
 
 
 def say_unchecked(config: Config) -> None:
-    """Print one line that names what a machine without a GPU cannot check in a GPU configuration."""
+    """Print one line naming the parts of a GPU configuration that a machine without a GPU cannot check."""
     import torch
 
     on_gpu = {
@@ -74,11 +74,11 @@ def say_unchecked(config: Config) -> None:
 
 
 def check_model(config: Config, dry_run: bool = False) -> Any:
-    """The model's transformers config, after every check that depends on it.
+    """Run every check that depends on the model's transformers config, and return it.
 
     Resolves `model.attn_implementation: auto` in `config`.
 
-    A dry run without a GPU is for another machine, which has its own packages.
+    A dry run without a GPU skips the check of packages: the run is for another machine.
     """
     import torch
 
@@ -107,8 +107,8 @@ def resolve_attention(config: Config, model_config: Any) -> None:
     config.model.attn_implementation = attention_of(model_config)
     if config.model.attn_implementation != "sdpa":
         say(
-            f"attention {config.model.attn_implementation}: transformers has no sdpa that computes what "
-            f"{model_config.model_type} does, so scores of (heads, tokens, tokens) are held in memory"
+            f"attention {config.model.attn_implementation}: transformers' sdpa does not compute what "
+            f"{model_config.model_type} needs, so scores of (heads, tokens, tokens) are held in memory"
         )
 
 
@@ -121,7 +121,7 @@ def resolve_recompute(config: Config, model_config: Any, processes: int) -> None
 
 
 def trained_format(config: Config, model_config: Any) -> QuantFormat | None:
-    """The format that the policy computes in, if any; `BadInput` if the model or the machine does not fit it."""
+    """The format that the policy computes in, if any; raises `BadInput` if model or machine do not support it."""
     if config.policy.quant_cfg is None:
         return None
     fmt = read_quant_format(config.policy.quant_cfg)
@@ -131,8 +131,8 @@ def trained_format(config: Config, model_config: Any) -> QuantFormat | None:
 
 
 def check_shared_card(config: Config, model_config: Any) -> None:
-    """`BadInput` when the trainer's limit and the replicas beside it, as the plan counts them, are too much for the
-    GPU."""
+    """Raise `BadInput` if the trainer's limit and the plan's estimate of the replicas on the same GPU exceed its
+    memory."""
     import torch
 
     if config.train.max_gpu_gib is None or not torch.cuda.is_available():
@@ -145,15 +145,15 @@ def check_shared_card(config: Config, model_config: Any) -> None:
 
 
 def problems_a_step(config: Config, processes: int) -> int:
-    """How many problems an optimizer step draws."""
+    """Number of problems per optimizer step."""
     train = config.train
     rows = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
     return rows // config.rollout.group_size
 
 
 def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]:
-    """The training set as TRL reads it and its size; every prompt fits, and the held-out problems can be read. Those
-    that are trained on are named: `eval` refuses them afterwards."""
+    """The training set for TRL and its size, after checking that every prompt fits and that the held-out problems can
+    be read. Warns about held-out problems that are trained on, because `eval` refuses them."""
     from kit.data.leaks import find_leaks
     from kit.data.problems import drop_long, read_problems, to_dataset
     from reward import gold_checks, heldout_gold_checks
@@ -168,12 +168,12 @@ def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]
         say(
             f"WARNING: {len(leaks):,} of {len(heldout):,} held-out problems are training problems (the first: "
             f"{leaks[0][0].source}, {leaks[0][1].source}). python -m eval will refuse them: remove them from one "
-            "side, or name other problems with data.eval_split or data.eval_path."
+            "split, or name other problems with data.eval_split or data.eval_path."
         )
     needed = problems_a_step(config, processes)
     if len(problems) < needed:
         raise BadInput(
-            f"a step draws {needed} problems and {len(problems)} are left. Lower the batch, or add problems."
+            f"a step needs {needed} problems and {len(problems)} are left. Lower the batch size, or add problems."
         )
     return to_dataset(problems, config.data), len(problems)
 
@@ -191,12 +191,12 @@ def note_date(config: Config, tokenizer: Any, problems: list[Any]) -> None:
     pin = f"Pin it, e.g. data.chat_template_kwargs {{{names[0]}: 26 Jul 2024}}." if names else "It cannot be pinned."
     say(
         "WARNING: the chat template writes today's date into every prompt, so a resume, an evaluation and a server on "
-        f"another day ask another prompt than this training. {pin}"
+        f"another day use a different prompt than this run. {pin}"
     )
 
 
 def describe_plan(config: Config, problems: int, processes: int) -> str:
-    """What a run of GRPO would do, in a few lines."""
+    """A GRPO run in a few lines."""
     import torch
 
     train, rollout = config.train, config.rollout
@@ -219,16 +219,16 @@ def describe_plan(config: Config, problems: int, processes: int) -> str:
 
 
 def describe_adapter_type(config: Config) -> list[str]:
-    """A line of the plan where small updates of the adapter would be lost."""
+    """A line of the plan if small updates of the adapter would be lost."""
     if config.policy.adapter_dtype == "float32" or uses_deepspeed():
         return []
     rate = config.train.learning_rate
-    lost = f"updates of less than 0.2 % of a weight round to nothing (learning rate {rate:g})"
+    lost = f"updates of less than 0.2 % of a weight are rounded away (learning rate {rate:g})"
     return [f"          no float32 masters without DeepSpeed: {lost}. policy.adapter_dtype float32 keeps them"]
 
 
 def describe_step(config: Config, problems: int, processes: int) -> str:
-    """What a step draws, as a line of the plan."""
+    """Problems and completions of a step, as a line of the plan."""
     rollout = config.rollout
     return (
         f"step      {problems_a_step(config, processes)} problems x {rollout.group_size} completions of at most "
@@ -237,12 +237,12 @@ def describe_step(config: Config, problems: int, processes: int) -> str:
 
 
 def describe_format(fmt: QuantFormat, config: Config) -> str:
-    """What the policy computes with, as further lines of the plan."""
+    """The format that the policy computes in, as further lines of the plan."""
     weight, activation, policy = fmt.weight, fmt.activation, config.policy
     rows, columns = weight.block
     names: dict[tuple, str] = {(None, None): "whole weight", (1, None): "output channel"}
     shared = names.get((rows, columns), f"{rows} x {columns}")
-    inputs = "inputs as they are"
+    inputs = "inputs unquantized"
     if activation is not None:
         inputs = f"inputs {activation.kind}, a scale per {activation.per}"
     lines = [f"format    {fmt.name}: weights {weight.kind}, a scale per {shared}; {inputs}"]
@@ -268,16 +268,15 @@ def record_config(config: Config, run: RunDir, processes: int) -> None:
 
 @contextlib.contextmanager
 def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
-    """Hold the run's directory for the length of the block, with the configuration written, on a GPU that was checked
-    and of which no more is taken than `train.max_gpu_gib`; how the block ends is written there. `BadInput` when
-    another process holds it."""
+    """Lock the run directory for the block and write the configuration, after checking the GPU and capping memory at
+    `train.max_gpu_gib`; record how the block ends. Raises `BadInput` if another process holds the lock."""
     from accelerate import PartialState
 
     from kit.policy.gpu_memory import limit_gpu_memory, use_expandable_segments
     from kit.policy.liger import check_gpu
 
     with trains_in(run) if PartialState().is_main_process else contextlib.nullcontext():
-        if run.replaces:  # no process looks for a base.json before the old one stands aside
+        if run.replaces:  # no process may look for a base.json before the old one is moved aside
             PartialState().wait_for_everyone()
         record_config(config, run, processes)
         use_expandable_segments()
@@ -287,7 +286,7 @@ def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
 
 
 def make_rollout(config: Config, tokenizer: Any, model_config: Any, run: RunDir) -> Any:
-    """The rollout backend, checked as far as it can be without weights; None: the policy generates in this process."""
+    """The rollout backend, checked as far as possible without weights; None: the policy generates in this process."""
     if config.rollout.backend == "in_process":
         return None
     from kit.policy.load import adapted_layers
@@ -299,10 +298,10 @@ def make_rollout(config: Config, tokenizer: Any, model_config: Any, run: RunDir)
 
 
 def load_base(config: Config, run: RunDir, tokenizer: Any, model_config: Any, arguments: Any) -> tuple[Any, dict, Any]:
-    """(the frozen base, what it holds as `base.json` has it by now, the rollout backend, whose servers hold the same).
+    """(frozen base, its record as now in `base.json`, rollout backend whose servers hold the same base).
 
-    `arguments` are the trainer's. `BadInput` when a server, the run that is resumed, or an adapter that the run starts
-    from or learns from has another base.
+    `arguments` are the trainer's. Raises `BadInput` if a server, the run to resume, or an adapter that the run starts
+    or learns from has another base.
     """
     from accelerate import PartialState
 
@@ -325,10 +324,10 @@ def load_base(config: Config, run: RunDir, tokenizer: Any, model_config: Any, ar
 
 @dataclass
 class Task:
-    """What a run learns, checked before any weight is loaded."""
+    """The model, format, rewards and problems of a run, checked before any weight is loaded."""
 
     model_config: Any
-    fmt: QuantFormat | None  # that the policy computes in; None: the base's numbers
+    fmt: QuantFormat | None  # that the policy computes in; None: unquantized
     tokenizer: Any
     rewards: list[Any]
     weights: list[float]
@@ -337,7 +336,7 @@ class Task:
 
 
 def read_task(config: Config, run: RunDir, processes: int, dry_run: bool) -> Task:
-    """Model, format, rewards and problems of a run; `BadInput` for what cannot be trained.
+    """Model, format, rewards and problems of a run; raises `BadInput` for what cannot be trained.
 
     Resolves `train.recompute: auto` in `config`.
     """
@@ -367,7 +366,7 @@ def range_prompts(config: Config, task: Task, resume: bool) -> list[list[int]]:
 
 
 def trainer_parts(config: Config, run: RunDir, task: Task, arguments: Any) -> tuple[dict[str, Any], dict]:
-    """What every trainer takes: the frozen base with its servers and the data, both recorded; and the base's facts."""
+    """Arguments of every trainer (the frozen base, its servers, the data) and the base's facts; records both."""
     from kit.policy.load import lora_config
     from kit.train.data_order import record_problems
 
@@ -381,7 +380,7 @@ def trainer_parts(config: Config, run: RunDir, task: Task, arguments: Any) -> tu
 
 
 def out_of_memory(config: Config, step: int, error: Exception) -> CheckFailed:
-    """The error of a step for which the GPU had no memory, with what takes less and may change with --resume."""
+    """The error for a step that ran out of GPU memory, with the changes that need less and are allowed on --resume."""
     train, rollout = config.train, config.rollout
     longest = rollout.max_prompt_length + rollout.max_completion_length
     changes = []
@@ -395,10 +394,10 @@ def out_of_memory(config: Config, step: int, error: Exception) -> CheckFailed:
         changes.append("set train.recompute_offload to true")
     if train.max_gpu_gib is not None:
         changes.append(f"raise train.max_gpu_gib ({train.max_gpu_gib:g})")
-    what = "; or ".join(changes) or "use a larger card"
+    what = "; or ".join(changes) or "use a larger GPU"
     return CheckFailed(
-        f"step {step}: out of GPU memory. To go on with --resume, {what}. `python -m launch.plan --config …` says "
-        "what fits. "
+        f"step {step}: out of GPU memory. To continue with --resume, {what}. `python -m launch.plan --config …` "
+        "prints what fits. "
         f"{str(error).partition('. See documentation')[0].partition('. If reserved')[0]}"
     )
 
@@ -417,7 +416,7 @@ def _may_change(config: Config, **keys: Any) -> bool:
 
 
 def say_alerts(run: RunDir) -> None:
-    """Print the health rules that fire at the end of a run, a line each."""
+    """Print the health rules that fire at the end of a run, one per line."""
     from kit.core.health import alerts
     from kit.core.metrics_log import MetricsLog
 
@@ -431,8 +430,8 @@ def say_alerts(run: RunDir) -> None:
 def training(trainer: "PolicyTrainer", facts: dict, note: str = "") -> Iterator[None]:
     """Release the servers of `trainer` on exit and verify that the base is unchanged.
 
-    `CheckFailed` if the base is not the one of `facts` (base.json), or if the GPU runs out of memory, with the keys
-    that need less of it. Print what was made, followed by `note`; on Ctrl-C, where a resume starts.
+    Raises `CheckFailed` if the base is not the one of `facts` (base.json), or if the GPU runs out of memory, with the
+    keys that need less of it. Prints the results, followed by `note`; on Ctrl-C, where a resume starts.
     """
     import torch
 
@@ -445,9 +444,9 @@ def training(trainer: "PolicyTrainer", facts: dict, note: str = "") -> Iterator[
         raise out_of_memory(trainer.config, trainer.state.global_step + 1, error) from error
     except KeyboardInterrupt as error:
         try:
-            rest = f"--resume goes on from {trainer.run.newest_checkpoint()}"
+            rest = f"--resume continues from {trainer.run.newest_checkpoint()}"
         except BadInput:
-            rest = f"no checkpoint is there yet (train.save_steps {trainer.config.train.save_steps})"
+            rest = f"there is no checkpoint yet (train.save_steps {trainer.config.train.save_steps})"
         raise Interrupted(f"interrupted in step {trainer.state.global_step + 1}: {rest}") from error
     finally:
         if trainer.accelerator.is_main_process:

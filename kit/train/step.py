@@ -1,18 +1,18 @@
 """The loss of one optimizer step: micro-batch by micro-batch, forward, loss (`loss.py`), backward.
 
 `PolicyTrainer` samples the rows (`sampling.py`) and calls `PolicyStep.loss` with those of a step, or of an
-accumulation step; transformers makes the update after the last backward, which it calls on what `loss` returns. With
+accumulation step; transformers makes the update after the last backward, which it calls on the result of `loss`. With
 `train.micro_batch_tokens` a process gets all rows of its step at once; otherwise those of an accumulation step, which
 are one micro-batch.
 
-- Old log-probs are those of the first forward over a batch: the policy has not moved by then. No extra pass is made.
-- The reference goes through the same packs as the policy, so a policy that has not moved has a KL of exactly 0. Adam
-  would make steps of the gradient that rounding leaves.
+- Old log-probs come from the first forward over a batch, before the policy has moved, so no extra pass is needed.
+- The reference runs on the same packs as the policy, so a policy that has not moved has a KL of exactly 0. Otherwise
+  Adam would turn the gradient of rounding errors into full-size steps.
 - The adapter's dropout is on in the forward for the loss and nowhere else (`adapter_dropout.py`).
-- Figures stay on the device until the step's end, and are those of all its rows over all processes.
-- The run stops at the end of a step, before its update, when the sampler is not the policy.
+- Metrics stay on the device until the end of the step, and cover all its rows over all processes.
+- The run stops at the end of a step, before its update, if the sampler is not the policy.
 
-Written for trl 1.16 and transformers 5.17 to 5.23; `tests/unit/test_trl_seams.py` checks what is relied on.
+Written for trl 1.16 and transformers 5.17 to 5.23; `tests/unit/test_trl_seams.py` checks the assumptions about them.
 """
 
 import contextlib
@@ -39,11 +39,11 @@ NO_ENTROPY = -1e9  # pads the entropies of processes with fewer tokens
 
 
 class SamplerIsNotThePolicy(CheckFailed):
-    """The step's rows were sampled from something else; the step is to be recorded and not made."""
+    """The step's rows were sampled from another distribution; the step is recorded but its update not made."""
 
 
 class StepTally:
-    """What the micro-batches of one optimizer step leave for its end."""
+    """Results of one optimizer step's micro-batches, reduced at its end."""
 
     def __init__(self) -> None:
         self.figures: LossFigures | None = None
@@ -78,8 +78,8 @@ class PolicyStep:
     def loss(self, model: torch.nn.Module, inputs: dict, accumulated: int) -> torch.Tensor:
         """The loss of a step's rows, or of those of one of its `accumulated` parts.
 
-        `CheckFailed` when the sampler is not the policy: after the step's last forward and before its last backward,
-        so before the update.
+        Raises `CheckFailed` if the sampler is not the policy: after the step's last forward and before its last
+        backward, so before the update.
         """
         rows, total = len(inputs["completion_ids"]), 0.0
         plan = [list(range(rows))] if self.config.train.micro_batch_tokens is None else self.plan(inputs)
@@ -89,7 +89,7 @@ class PolicyStep:
         for number, part in enumerate(parts if self.dropouts else ()):
             part[SEED] += number
         self._score_packs(parts)
-        # All tokens of the rollouts, of which a step may have a part; DDP takes the mean over processes.
+        # All tokens of the rollouts, of which a step may use a part; DDP averages over processes.
         share = accumulated / self.arguments.steps_per_generation
         step_tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes * share
         for number, part in enumerate(parts, start=1):
@@ -104,13 +104,13 @@ class PolicyStep:
         if self.accelerator.sync_gradients:
             tally, self.tally = self.tally, StepTally()
             self.finish(tally)
-        # Its value is that of all rows, its gradient that of the last ones: the others' is in the parameters already.
+        # The value covers all rows, the gradient the last ones: the others' is in the parameters already.
         return loss + (total - loss.detach())
 
     def loss_of_rows(
         self, model: torch.nn.Module, rows: dict, step_rows: int, step_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """The part of a micro-batch in the loss of a step with `step_rows` rows of this process."""
+        """A micro-batch's part of the loss of a step with `step_rows` rows of this process."""
         logps, entropies = self.score(model, rows)  # (b, C) each
         mask, sampler = rows["completion_mask"], rows.get("sampling_per_token_logps")  # (b, C)
         if "old_per_token_logps" not in rows:
@@ -138,7 +138,7 @@ class PolicyStep:
         return loss
 
     def finish(self, tally: StepTally) -> None:
-        """Record what the step's forwards left; `CheckFailed` when the sampler is not the policy."""
+        """Record the metrics of the step's forwards; raises `CheckFailed` if the sampler is not the policy."""
         figures = tally.figures
         everywhere = LossFigures(
             figures.names,
@@ -165,7 +165,7 @@ class PolicyStep:
         )
 
     def score(self, model: torch.nn.Module, rows: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies (b, C) of the rows' completions, with the adapter's dropout on: the same masks at
+        """Log-probs and entropies (b, C) of the rows' completions, with the adapter's dropout on and the same masks at
         every update with these rows."""
         dropping: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.dropouts:
@@ -174,7 +174,7 @@ class PolicyStep:
             return self._logps(model, rows, compute_entropy=True)
 
     def add_reference(self, batch: dict) -> None:
-        """Add the reference's log-probs (B, C) to rows that were just sampled; packs get theirs with the loss."""
+        """Add the reference's log-probs (B, C) to newly sampled rows; packs get theirs with the loss."""
         if self.config.train.micro_batch_tokens is None and self.settings.beta:
             size = self.arguments.per_device_train_batch_size
             parts = [take_rows(batch, rows) for rows in torch.arange(len(batch["completion_ids"])).split(size)]
@@ -207,7 +207,7 @@ class PolicyStep:
         )
 
     def _routing(self, rows: dict, is_counted: bool) -> Routing | None:
-        """The sampler's experts for all tokens of the rows; None: the trainer's own. Policy and reference take the
+        """The sampler's experts for all tokens of the rows; None: the trainer's own. Policy and reference use the
         same, so a policy that has not moved has a KL of exactly 0."""
         if (experts := rows.get("sampling_experts")) is None:
             return None
@@ -215,7 +215,7 @@ class PolicyStep:
         return Routing(experts.flatten(0, 1), is_replayed, self.figures.routing if is_counted else None)
 
     def _entropy_threshold(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-        """The least entropy of a token (b, C) that is learned from, over all processes; None: every token is."""
+        """The minimum entropy of a token (b, C) to learn from, over all processes; None: all tokens are used."""
         if self.settings.top_entropy_quantile >= 1:
             return None
         mine = entropies.detach()[mask.bool()].float()  # (N,)
@@ -225,7 +225,7 @@ class PolicyStep:
 
     def judge_sampler(self, compared: list[tuple[torch.Tensor, ...]]) -> None:
         """Record how far the sampler is from the policy on the step's rows (b, C); `SamplerIsNotThePolicy` above
-        `rollout.max_sampler_k3` or when a sampler's log-prob is not a number. A no-op if none was compared."""
+        `rollout.max_sampler_k3` or if a sampler's log-prob is NaN. A no-op if none was compared."""
         if not compared:
             return
         policy, sampler, mask = (torch.cat(each) for each in zip(*compared, strict=True))  # (B, C)
@@ -244,7 +244,7 @@ class PolicyStep:
             raise SamplerIsNotThePolicy(f"step {self.policy.version + 1}: {fault}")
 
     def _log_sampler(self, figures: dict, policy: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor) -> None:
-        """The figures, and what TRL logs of the ratios, for the trackers; tensors (N, T) of all processes."""
+        """Log the metrics, and TRL's statistics of the ratios, for the trackers; tensors (N, T) of all processes."""
         found = {f"sampler/{key.removeprefix('sampler_')}": value for key, value in figures.items()}
         settings = self.settings
         if settings.correction != "none" and mask.any():

@@ -1,8 +1,8 @@
-"""Trackers of `watch.report_to`: installed before weights load, writing where the run keeps it, and sent what TRL does
-not know of: the other figures of metrics.jsonl and the sampled completions.
+"""Trackers of `watch.report_to`: check that they are installed before weights load, direct them to the run directory,
+and send what TRL does not: the other metrics of metrics.jsonl and the sampled completions.
 
-transformers looks for them when the trainer is made, after the weights; and its TensorBoard files go below the output
-directory, which here is a staging directory that is removed at the end.
+transformers looks for them when the trainer is created, after the weights; and its TensorBoard files go below the
+output directory, which here is a staging directory that is removed at the end.
 """
 
 import importlib
@@ -19,14 +19,14 @@ from kit.core.run_directory import RunDir
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-# Tracker -> variable that says where it writes. Trackio's own place stays: its dashboard shows all runs from there.
+# Tracker -> variable that sets its directory. Trackio keeps its default: its dashboard shows all runs from there.
 PLACES = {"tensorboard": "TENSORBOARD_LOGGING_DIR", "wandb": "WANDB_DIR"}
-OF_THE_RUN = ("step", "total_steps", "time")  # what a tracker has itself
-GROUPS = ("sampler", "canary", "quant", "noise")  # of keys such as sampler_k3, which trackers show together
+OF_THE_RUN = ("step", "total_steps", "time")  # which a tracker has itself
+GROUPS = ("sampler", "canary", "quant", "noise")  # prefixes of keys such as sampler_k3, which trackers show together
 
 
 def prepare_trackers(config: Config, run: RunDir) -> list[str]:
-    """What TRL reports to; `BadInput` when it is not installed. Variables that the user has set stay."""
+    """TRL's `report_to`; raises `BadInput` if one is not installed. Variables that the user has set are kept."""
     missing = [name for name in config.watch.report_to if importlib.util.find_spec(name) is None]
     if missing:
         raise BadInput(
@@ -40,7 +40,7 @@ def prepare_trackers(config: Config, run: RunDir) -> list[str]:
 
 def figures(record: dict, sent: Container[str] = ()) -> dict[str, float]:
     """The numbers of a line of metrics.jsonl by grouped names (`seconds/rollout`, `sampler/k3`), without those in
-    `sent` and what is null or not finite."""
+    `sent` and without null and non-finite ones."""
     found: dict[str, float] = {}
 
     def visit(prefix: str, values: dict) -> None:
@@ -61,7 +61,7 @@ def _grouped(key: str) -> str:
 
 
 def send_completions(trackers: list[str], callbacks: "list[TrainerCallback]", step: int, rows: list[dict]) -> None:
-    """Give a table of a step's sampled completions to `trackers`, in the main process, by the trainer's callbacks."""
+    """Send a table of a step's sampled completions to `trackers`, in the main process, by the trainer's callbacks."""
     if not rows or not trackers:
         return
     table = [_flat(row) for row in rows]

@@ -14,8 +14,8 @@ from kit.train.trl_trainer import GRPOTrainer
 
 
 class TrainedPolicy:
-    """`PolicyView` of a trainer. `split` is how its base is split over processes, from `sharding.prepare`; None: each
-    process has all of it."""
+    """`PolicyView` of a trainer. `split` is how its base is sharded over processes, from `sharding.prepare`; None:
+    each process has all of it."""
 
     def __init__(self, trainer: GRPOTrainer, config: Config, base_hash: str, split: str | None):
         self._trainer, self.config, self.base_hash = trainer, config, base_hash
@@ -29,7 +29,7 @@ class TrainedPolicy:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The policy as the trainer holds it, perhaps wrapped."""
+        """The trainer's policy, possibly wrapped."""
         return self._trainer.model
 
     @property

@@ -6,8 +6,8 @@
     log                 the step's line of metrics.jsonl
 
 Written for trl 1.16. TRL keeps the data set, its sampler, tokenizing, generation in this process and the calls of
-reward functions; transformers the optimizer loop, callbacks and what a checkpoint holds. Of these only the loop calls
-back, by the methods above. `tests/unit/test_trl_seams.py` fails when upstream moves any of them.
+reward functions; transformers keeps the optimizer loop, callbacks and the content of checkpoints. Only the loop calls
+back, by the methods above. `tests/unit/test_trl_seams.py` fails when upstream changes any of them.
 """
 
 import copy
@@ -92,7 +92,7 @@ METRICS = {
 
 
 def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
-    """TRL's `GRPOConfig` for a checked configuration; `BadInput` for a wrong or reserved key of `train.trl`."""
+    """TRL's `GRPOConfig` for a checked configuration; raises `BadInput` for a wrong or reserved key of `train.trl`."""
     train, rollout = config.train, config.rollout
     scale = train.scale_rewards or ("none" if train.loss_type == "dr_grpo" else "group")
     # With micro-batches by tokens all rows of a process come at once (step.py).
@@ -125,7 +125,7 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         "reward_weights": config.reward.weights,
         "chat_template_kwargs": config.data.chat_template_kwargs or None,
         "bf16": config.model.dtype == "bfloat16",
-        # Without this, transformers refuses bf16 where there is no GPU, and a dry run could not check such a recipe.
+        # Without this, transformers refuses bf16 without a GPU, and a dry run could not check such a recipe.
         "use_cpu": not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true",
         "save_strategy": "steps",
         "save_steps": train.save_steps,
@@ -136,7 +136,7 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         "run_name": config.run.name,
         "disable_tqdm": True,
         "remove_unused_columns": False,
-        # transformers looks for unused parameters in every model that is not its own, and a PeftModel is not.
+        # transformers looks for unused parameters in every model that is not its own, such as a PeftModel.
         "ddp_find_unused_parameters": False,
         "use_vllm": False,
         "vllm_importance_sampling_correction": rollout.correction != "none",
@@ -157,14 +157,15 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     check_optimizer(arguments)
     if arguments.n_gpu > 1:
         raise BadInput(
-            f"one process sees {arguments.n_gpu} GPUs and would use one. Launch with accelerate_configs/one_gpu.yaml, "
-            "which shows it one, or with accelerate_configs/ddp.yaml and --num_processes."
+            f"one process sees {arguments.n_gpu} GPUs and would use only one. Launch with "
+            "accelerate_configs/one_gpu.yaml, which makes one visible, or with accelerate_configs/ddp.yaml and "
+            "--num_processes."
         )
     return arguments
 
 
 def loss_settings(arguments: GRPOConfig, config: Config) -> LossSettings:
-    """What `arguments`, TRL's for this configuration, and `rollout` say about the loss."""
+    """Settings of the loss, from TRL's `arguments` for this configuration and from `rollout`."""
     return LossSettings(
         loss_type=arguments.loss_type,
         beta=arguments.beta,
@@ -184,21 +185,21 @@ def loss_settings(arguments: GRPOConfig, config: Config) -> LossSettings:
 
 
 def check_optimizer(arguments: GRPOConfig) -> None:
-    """`BadInput` when transformers cannot make the optimizer of these arguments here: most often its package lacks, or
-    a number is out of its range."""
+    """Raise `BadInput` if transformers cannot create this optimizer here, mostly because its package is missing or a
+    number is out of range."""
     try:
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Module())
-        if not {"model", "params", "optimizer_dict"} & settings.keys():  # what others want of the real model
+        if not {"model", "params", "optimizer_dict"} & settings.keys():  # others need the real model
             kind([torch.nn.Parameter(torch.zeros(1))], **settings)
     except (ImportError, ValueError) as error:
         raise BadInput(
-            f"train.optimizer is {arguments.optim.value}, which cannot be made here: {str(error).rstrip('.')}. Use "
-            "adamw_torch_fused or adamw_8bit, or mend that."
+            f"train.optimizer is {arguments.optim.value}, which cannot be created here: {str(error).rstrip('.')}. Use "
+            "adamw_torch_fused or adamw_8bit, or fix that."
         ) from None
 
 
 def check_card(config: Config) -> None:
-    """`BadInput` when the GPU, if there is one, cannot compute as `policy.compute` says."""
+    """Raise `BadInput` if the GPU, if there is one, does not support `policy.compute`."""
     check_compute(config.policy.compute, config.model.dtype)
 
 
@@ -239,11 +240,11 @@ class Sampled(NamedTuple):
 class PolicyTrainer(GRPOTrainer):
     """GRPO on a frozen NF4 base with an adapter; records every step in the run directory.
 
-    `model` is the base without adapter; the reference is that same base, reached by switching the adapter off.
+    `model` is the base without adapter; the reference is the same model with the adapter disabled.
     """
 
     _buffered_inputs: list[dict] | None  # TRL's
-    passes = 0  # whole passes over the data that were made before this process started
+    passes = 0  # whole passes over the data before this process started
 
     def __init__(
         self,
@@ -315,7 +316,7 @@ class PolicyTrainer(GRPOTrainer):
         if self.accelerator.is_main_process:
             discard_staged(self.run)
             for fault in damaged:
-                self.recorder.say(f"passed over: {fault}")
+                self.recorder.say(f"skipped: {fault}")
             if checkpoint:
                 step = rewind(self.run, checkpoint)
                 self.recorder.say(f"resuming from {checkpoint} (step {step})")
@@ -325,12 +326,12 @@ class PolicyTrainer(GRPOTrainer):
             # transformers would train one step more.
             return
         self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        self.accelerator.wait_for_everyone()  # transformers looks at what is staged once more, in every process
+        self.accelerator.wait_for_everyone()  # transformers reads the staged files once more, in every process
         if self.accelerator.is_main_process:
             discard_staged(self.run)
 
     def keep_step(self) -> str:
-        """Write this process's rows of the step, as TRL has them, and its adapter; a sentence that says where."""
+        """Write this process's rows of the step, as TRL has them, and its adapter; return a sentence with the path."""
         step = self.state.global_step + 1
         file = self.run.not_finite / f"step-{step:06d}-process-{self.accelerator.process_index}.safetensors"
         found = {f"adapter/{name}": p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -344,7 +345,7 @@ class PolicyTrainer(GRPOTrainer):
             }
             save_file(copies, file)  # which refuses tensors that share memory
         except SAVE_ERRORS as error:
-            return f"Its rows could not be kept: {error}."
+            return f"Its rows could not be saved: {error}."
         return f"Its rows and the adapter are in {file}."
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
@@ -378,7 +379,7 @@ class PolicyTrainer(GRPOTrainer):
         return self._buffered_inputs[self._step % parts]
 
     def sample(self, rows: list[dict]) -> dict[str, torch.Tensor]:
-        """Complete the prompts of this process's rows and compute their advantages; the tensors that a loss reads."""
+        """Complete the prompts of this process's rows and compute their advantages; return the inputs of the loss."""
         accelerator, metrics, prompts = self.accelerator, self._metrics["train"], [row["prompt"] for row in rows]
         problem_ids = gather_object([row["problem_id"] for row in rows])
         if self.recorder:
@@ -443,17 +444,17 @@ class PolicyTrainer(GRPOTrainer):
         self.figures.note_peak("heldout")
 
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
-        """Rewards (N, functions) of all processes' completions, NaN in the rows that one function could not judge."""
+        """Rewards (N, functions) of all processes' completions, NaN for those that a function could not judge."""
         try:
             with self.figures.timed("reward"):
                 rewards = super()._calculate_rewards(*args)
         except RewardFailed as error:
             raise CheckFailed(
-                f"step {self.state.global_step + 1}: {error} Let it return None for a completion whose reward cannot "
-                "be computed, and bound and retry what it asks of other machines. Continue with --resume, or start "
+                f"step {self.state.global_step + 1}: {error} Return None for a completion whose reward cannot "
+                "be computed, and put timeouts and retries around requests. Continue with --resume, or start "
                 f"again before the first checkpoint. Traceback: {keep_traceback(self.run, error.__cause__)}"
             ) from error
-        # A sum would take a reward that could not be computed as 0. One of weight 0 is only measured.
+        # A sum would count a reward that could not be computed as 0. A function of weight 0 is only measured.
         counted = (self.reward_weights != 0).to(rewards.device)
         rewards[rewards[:, counted].isnan().any(dim=1)] = torch.nan
         self.figures.counts["masked"] += rewards.isnan().all(dim=1).sum().item()
@@ -475,7 +476,7 @@ class PolicyTrainer(GRPOTrainer):
             raise
 
     def _send_figures(self, record: dict, sent: dict | None = None) -> None:
-        """Give a step's line of metrics.jsonl to the trackers, without what they have from `sent`."""
+        """Send a step's line of metrics.jsonl to the trackers, except what they have from `sent`."""
         if self.config.watch.report_to and (found := figures(record, sent or {})):
             self.callback_handler.on_log(self.args, self.state, self.control, found)
 
@@ -495,7 +496,7 @@ class PolicyTrainer(GRPOTrainer):
                 self.recorder.completions(record["step"], rows)
                 trackers = self.config.watch.report_to, self.callback_handler.callbacks
                 send_completions(*trackers, record["step"], rows)
-        # DeepSpeed keeps the gradients to itself, so there FiniteGradients sees none and this is the first to know.
+        # DeepSpeed hides the gradients, so there FiniteGradients sees none and this check is the first.
         if bad := [key for key in ("loss", "grad_norm") if not math.isfinite(record[key] or 0.0)]:
             raise CheckFailed(
                 f"step {record['step']}: {' and '.join(bad)} not finite. This step's adapter is not saved. Start "

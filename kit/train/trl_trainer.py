@@ -1,6 +1,6 @@
-"""`GRPOTrainer` and `GRPOConfig` of TRL without the import of vLLM, a third of the time that a trainer takes to start.
+"""`GRPOTrainer` and `GRPOConfig` of TRL without importing vLLM, which takes a third of a trainer's start.
 
-TRL (1.16) imports vLLM with its trainer wherever it is installed, for servers and engines that TRL itself talks to.
+TRL (1.16) imports vLLM with its trainer wherever it is installed, for servers and engines of its own.
 The kit's rollouts come from the model or over HTTP, so vLLM is hidden from TRL while it is imported.
 """
 
@@ -23,8 +23,8 @@ __all__ = ["GRPOConfig", "GRPOTrainer", "typed_fields"]
 
 
 def typed_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `train.trl` as `GRPOConfig` annotates them; `BadInput` for one that it lacks and for a value of
-    another type, of which `GRPOConfig` itself says nothing."""
+    """The fields of `train.trl`, converted to the types of `GRPOConfig`; raises `BadInput` for an unknown field and
+    for a value of another type, which `GRPOConfig` itself accepts."""
     hints, typed = typing.get_type_hints(GRPOConfig), {}
     for key, value in values.items():
         if key not in GRPOConfig.__dataclass_fields__:

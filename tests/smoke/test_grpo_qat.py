@@ -85,7 +85,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     monkeypatch.setattr("kit.data.calibration_prompts.calibration_prompts", None)  # the prompts may be gone
     code, said = recipe(words)
     assert code == 0 and "step-000001 (step 1)" in said and "calibrated" not in said, said
-    assert "passed over: " in said and "is damaged: the content of quantizer.safetensors" in said
+    assert "skipped: " in said and "is damaged: the content of quantizer.safetensors" in said
     state = (parts / "checkpoints" / "step-000001" / "quantizer.safetensors").read_bytes()
     assert (parts / "adapters" / "v000002" / "quantizer.safetensors").read_bytes() == state
     files = [place / "adapters" / "v000002" / "adapter_model.safetensors" for place in (parts, run.path)]

@@ -190,7 +190,7 @@ def test_code_that_may_not_run_is_not_judged():
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"data.answer_format": "any"}, "does not say when an answer is right"),
+        ({"data.answer_format": "any"}, "does not say when an answer is correct"),
         ({"rollout.max_prompt_length": 2}, "prompts are longer than"),
     ],
 )

@@ -102,14 +102,14 @@ def test_a_function_of_two_arguments_is_taken(own, name):
     [
         ("one_argument", "must take two arguments, inputs and settings"),
         ("three", "must take two arguments, inputs and settings: missing a required argument: 'scale'"),
-        ("number", "returned a float. Return a tensor with one number"),
+        ("number", "returned a float. Return a scalar tensor"),
         ("nothing", "returned a NoneType"),
-        ("by_row", r"returned a tensor of shape (2,). Return one number"),
+        ("by_row", r"returned a tensor of shape (2,). Return a scalar"),
         ("detached", "returned a loss without a gradient"),
         ("entropy", "does not use inputs.logps"),
-        ("listed", "returned figures as a list"),
-        ("wrong_shape", "returned the figure 'mine', which is no tensor by token (2, 3)"),
-        ("plain_figure", "returned the figure 'mine'"),
+        ("listed", "returned metrics as a list"),
+        ("wrong_shape", "returned the metric 'mine', which is not a tensor of shape (2, 3)"),
+        ("plain_figure", "returned the metric 'mine'"),
         ("reference", "raised TypeError"),  # beta is 0
         ("sampler", "raised TypeError"),  # no server
         ("waits", "is async"),

@@ -37,7 +37,7 @@ TORCH = (
         ),
         (
             ["--train.micro_batch_tokens=104", "--train.recompute=full", "--train.recompute_offload=true"],
-            "--resume, use a larger card.",
+            "--resume, use a larger GPU.",
         ),
         (["--train.max_gpu_gib=40"], "or raise train.max_gpu_gib (40)"),
     ],
@@ -64,7 +64,7 @@ def test_a_gpu_without_memory_ends_the_run_with_the_keys_that_take_less(monkeypa
     [
         ("2", ["--train.recompute=full"], "--resume, set train.recompute_offload to true. "),
         ("3", [], "--resume, set train.recompute to full and train.recompute_fraction to 1. "),
-        ("3", ["--train.recompute=full"], "--resume, use a larger card. "),
+        ("3", ["--train.recompute=full"], "--resume, use a larger GPU. "),
     ],
 )
 def test_under_deepspeed_the_keys_that_it_refuses_are_not_named(monkeypatch, stage, changes, said):
@@ -86,8 +86,8 @@ def test_the_plan_says_that_a_bfloat16_adapter_loses_small_updates_without_float
 @pytest.mark.parametrize(
     ("saved", "rest"),
     [
-        (True, "--resume goes on from {}/checkpoints/step-000005"),
-        (False, "no checkpoint is there yet (train.save_steps 50)"),
+        (True, "--resume continues from {}/checkpoints/step-000005"),
+        (False, "there is no checkpoint yet (train.save_steps 50)"),
     ],
 )
 def test_an_interruption_says_where_a_resume_starts(saved, rest, tmp_path):
@@ -181,7 +181,7 @@ def test_a_process_that_fails_alone_says_why_and_one_that_follows_the_main_proce
         ("fp8", "weights fp8, a scale per output channel; inputs fp8, a scale per token"),
         ("fp8_block", "weights fp8, a scale per 128 x 128; inputs fp8, a scale per block"),
         ("fp8_static", "weights fp8, a scale per whole weight; inputs fp8, a scale per tensor"),
-        ("w4a16", "weights int4, a scale per 1 x 128; inputs as they are"),
+        ("w4a16", "weights int4, a scale per 1 x 128; inputs unquantized"),
     ],
 )
 def test_the_plan_says_what_of_a_weight_and_of_inputs_shares_a_scale(name, said):

@@ -172,7 +172,7 @@ def test_the_fields_of_trls_sampler_are_those_that_the_kit_knows():
 @pytest.mark.parametrize("optimizer", ["galore_adamw", "adamw_torch_npu_fused"])
 def test_an_optimizer_that_cannot_be_made_here_is_refused_before_anything_is_loaded(optimizer, tmp_path):
     config = load_config(ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml", [f"--train.optimizer={optimizer}"])
-    with pytest.raises(BadInput, match=f"train.optimizer is {optimizer}, which cannot be made here: .* Use adamw"):
+    with pytest.raises(BadInput, match=f"train.optimizer is {optimizer}, which cannot be created here: .* Use adamw"):
         trainer_arguments(config, RunDir(tmp_path))
 
 
@@ -183,7 +183,7 @@ def test_an_optimizer_that_cannot_be_made_here_is_refused_before_anything_is_loa
 def test_numbers_that_an_optimizer_refuses_are_refused_before_weights_load(tmp_path, optimizer, field, said):
     keys = [f"--train.optimizer={optimizer}", f"--train.trl={field}"]
     config = load_config(ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml", keys)
-    with pytest.raises(BadInput, match=f"train.optimizer is {optimizer}, which cannot be made here: .*{said}"):
+    with pytest.raises(BadInput, match=f"train.optimizer is {optimizer}, which cannot be created here: .*{said}"):
         trainer_arguments(config, RunDir(tmp_path))
 
 
