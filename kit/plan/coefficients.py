@@ -77,7 +77,7 @@ TABLE = {
     "peft_bytes": Coefficient(
         12,
         "bytes an output, token and pass",
-        "peft's copies, counted: 3.2 ms a layer, measured 24.7 to 21.5 on an H200",
+        "peft's copies, counted: 3.2 ms per layer, measured 24.7 to 21.5 on an H200",
     ),
     "merged_bytes": Coefficient(
         20, "bytes an output, token and pass", _FORMATS + ": fit, the four formats' updates are within 7 %"
@@ -94,7 +94,7 @@ TABLE = {
         "times as fast as BF16",
         "kit/policy/fused_linear.py: a product with its conversions, 1.65 to 1.8 on an H200",
     ),
-    "launch_s": Coefficient(4.0e-3, "s a layer and pass at least", _POINTS + ": small shapes wait for the host"),
+    "launch_s": Coefficient(4.0e-3, "s per layer and pass, minimum", _POINTS + ": small shapes wait for the host"),
     "launch_spread": Coefficient(0.4, "share", "3.0e-3 in " + _ONE_CARD + ", 5.6e-3 in " + _POINTS),
     "step_s": Coefficient(1.34e-3, "s a decode step", _ROLLOUT_8B),
     "eager_s": Coefficient(4.0e-4, "s a layer and decode step", _ONE_CARD + ": 477 tok/s, no graphs"),
@@ -102,7 +102,7 @@ TABLE = {
     "decode_efficiency_fp8": Coefficient(0.45, "share of the dense FP8 peak", _ROLLOUT_8B),
     "decode_efficiency_bf16": Coefficient(0.70, "share of the dense BF16 peak", _ROLLOUT_8B),
     "adapter_slowdown": Coefficient(1.33, "factor", _ROLLOUT_8B),
-    "sync_s": Coefficient(0.076, "s a step", _SPLIT + ": the canary, and what no part is named for"),
+    "sync_s": Coefficient(0.076, "s a step", _SPLIT + ": the canary, and what no other row covers"),
     "sync_s_gb": Coefficient(0.6, "s a GB of the adapter", _SPLIT + ": written and read, 52 ms for 87 MB"),
     "fold_s": Coefficient(4.2e-12, "s a weight", _SPLIT + ": 29 ms for 6.95e9 weights"),
     "sleep_s": Coefficient(0.42, "s a step", "bench/README.md, one card: wake and sleep of an 8B shape"),

@@ -33,7 +33,7 @@ class Row:
 
 
 def recompute_of(point: Point) -> str:
-    """`train.recompute` of a point; points older than that name say gradient_checkpointing, true or false."""
+    """`train.recompute` of a point; older points have gradient_checkpointing, true or false."""
     return point.get("recompute", "full" if point.get("gradient_checkpointing", True) else "none")
 
 

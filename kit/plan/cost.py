@@ -106,7 +106,7 @@ def update_seconds(shape: Shape, config: Config, card: Card, completions: int, s
     """
     train, policy, distills = config.train, config.policy, config.distill.is_given
     one = forwards(shape, config, completions)
-    # Forward and backward, and once per batch of rollouts the reference, which a distillation does not have.
+    # Forward and backward, and once per batch of rollouts the reference pass, which a distillation does not have.
     passes = 2 + (train.beta != 0 and not distills) / train.num_iterations
     again = run_again(shape, config) / shape.layers
     is_full = train.recompute == "full"

@@ -18,10 +18,10 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class Experts:
-    """Routed experts of a mixture: `count` a layer, of which a token takes `taken`; in `layers` decoder layers.
+    """Routed experts of a mixture: `count` per layer, of which a token takes `taken`; in `layers` decoder layers.
 
     `intermediate` is the width of one, `shared` that of the expert that every token takes (0: none); `shared_gate`:
-    one weight per hidden value decides how much of it counts (Qwen2-MoE).
+    a linear gate, one weight per hidden value, scales it (Qwen2-MoE).
     """
 
     count: int
@@ -32,14 +32,14 @@ class Experts:
     shared_gate: bool = False
 
     def touched(self, tokens: float) -> float:
-        """Expected number of experts of a layer that at least one of `tokens` takes, if all are as likely."""
+        """Expected number of experts of a layer that at least one of `tokens` takes, if all are equally likely."""
         return self.count * (1 - (1 - self.taken / self.count) ** tokens)
 
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Gated delta rule of Qwen3.5 and Qwen3-Next, in `layers` decoder layers: no keys and values are cached, but a
-    state of one size.
+    """Gated delta rule of Qwen3.5 and Qwen3-Next, in `layers` decoder layers: instead of keys and values, a state of
+    fixed size is cached.
 
     `fused`: queries, keys, values and the gate come from one linear layer (Qwen3-Next).
     """
@@ -81,7 +81,7 @@ class LinearAttention:
 
     @property
     def other_weights(self) -> int:
-        """Weights of one layer that are no linear layer's: convolution, decay, norm."""
+        """Weights of one layer outside its linear layers: convolution, decay, norm."""
         return self.mixed * self.kernel + 2 * self.value_heads + self.value_dim
 
 
@@ -246,8 +246,8 @@ class Shape:
         return [name for name in known if name in names]
 
     def cached_bytes(self, tokens: float, width: int) -> float:
-        """Bytes that a sequence of so many tokens has in a KV cache of `width` bytes a value: all tokens in layers of
-        full attention, the window's in others, and the states of linear attention, in 16 bits but for the rule's own,
+        """Bytes of a sequence of `tokens` in a KV cache with `width` bytes per value: all tokens in layers of full
+        attention, the window's in others, and the states of linear attention, in 16 bits except for the rule's own,
         which is float32."""
         full = self.attention_layers - self.windowed
         kept = full * tokens + self.windowed * min(tokens, self.window)

@@ -93,7 +93,7 @@ def placed(config: Config, card: Card, count: int) -> Placement:
     if count < (needed := 1 + max((gpu for gpus in listed.values() for gpu in gpus or []), default=-1)):
         keys = " and ".join(f"{key} {gpus}" for key, gpus in listed.items() if gpus)
         raise BadInput(
-            f"{keys} need {needed} GPUs, there are {count} ({card.name}). Name the cards of the run's machine, such "
+            f"{keys} need {needed} GPUs, there are {count} ({card.name}). Name the GPUs of the run's machine, such "
             f"as --gpu {'h200' if card.is_cpu else card.name}:{needed}, or change the lists."
         )
     names = [str(number) for number in range(count)]
@@ -161,7 +161,7 @@ def _faults(layout: Layout) -> list[str]:
     largest = max(memory.allocated(parts) for parts in layout.trainer.values())
     if limit is not None and not card.is_cpu and largest > limit:
         found.append(
-            f"The trainer needs {largest:.1f} GiB and train.max_gpu_gib is {limit:g}: it would run into its own limit."
+            f"The trainer needs {largest:.1f} GiB and train.max_gpu_gib is {limit:g}: it would exceed its own limit."
         )
     if (length := row_tokens(config)) > shape.positions:
         found.append(f"Prompt and completion ({length} tokens) are longer than the model's {shape.positions}.")
@@ -304,11 +304,11 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
     found: list[tuple[Keys, str]] = []
     needed = max(memory.allocated(parts) for parts in layout.trainer.values())
     if train.max_gpu_gib is not None and train.max_gpu_gib < needed < layout.card.gib / 1.1:
-        found.append(({"train.max_gpu_gib": math.ceil(1.1 * needed)}, "less of the card for the server"))
+        found.append(({"train.max_gpu_gib": math.ceil(1.1 * needed)}, "less of the GPU for the server"))
     if config.policy.quantization != "nf4":
-        found.append(({"policy.quantization": "nf4"}, "another base than before, 9 % of weight error"))
+        found.append(({"policy.quantization": "nf4"}, "a different base, 9 % of weight error"))
     elif not config.policy.double_quantization:
-        found.append(({"policy.double_quantization": True}, "another NF4 base than before"))
+        found.append(({"policy.double_quantization": True}, "a different NF4 base"))
     apart = [number for number, one in enumerate(layout.cards) if "server" not in one.roles]
     batches = train.gradient_accumulation_steps * layout.processes
     if shared and apart and batches % len(apart) == 0:
@@ -317,7 +317,7 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
             "train.gradient_accumulation_steps": batches // len(apart),
             "server.sleep": False,
         }
-        found.append((keys, "fewer cards for the trainer"))
+        found.append((keys, "fewer GPUs for the trainer"))
     micro = train.per_device_train_batch_size
     if train.micro_batch_tokens is not None:
         longest = row_tokens(config)
@@ -328,22 +328,22 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
         sizes = [size for size in micro_batches(process_completions(config)) if size < micro]
         found.append((micro_batch_keys(config, sizes[-1]), "more, smaller passes over the same batch"))
         if len(sizes) > 1:
-            found.append((micro_batch_keys(config, 1), "one completion at a time: the card is used less well"))
+            found.append((micro_batch_keys(config, 1), "one completion at a time: the GPU is less utilized"))
     if not layout.chose and train.recompute == "none":
         keys = {"train.recompute": "selective", "train.recompute_fraction": 1.0}
-        found.append((keys, "norms and SwiGLU once more in the update"))
+        found.append((keys, "norms and SwiGLU are recomputed in the update"))
     if not layout.chose and (train.recompute != "full" or train.recompute_fraction < 1):
         keys = {"train.recompute": "full", "train.recompute_fraction": 1.0}
-        found.append((keys, "one forward pass more in the update"))
+        found.append((keys, "one more forward pass in the update"))
     if config.policy.compute == "fp8" and layout.card.bf16_tflops and not layout.card.fp8_tflops:
-        found.append(({"policy.compute": "fused"}, "products in 16 bits"))
+        found.append(({"policy.compute": "fused"}, "matmuls in 16 bits"))
     if config.distill.is_given and config.distill.chunk_tokens > 256:
-        found.append(({"distill.chunk_tokens": 256}, "the divergence in more, smaller products"))
+        found.append(({"distill.chunk_tokens": 256}, "the divergence in more, smaller matmuls"))
     if layout.server is not None:
         found += _server_candidates(layout, shared)
     elif train.gradient_accumulation_steps > 1 and train.gradient_accumulation_steps % 2 == 0:
         fewer = {"train.gradient_accumulation_steps": train.gradient_accumulation_steps // 2}
-        found.append((fewer, "half the completions a step, so half the KV cache of the rollout"))
+        found.append((fewer, "half the completions per step, so half the KV cache of the rollout"))
     if config.policy.embeddings == "gpu" and not layout.shape.tied and not layout.card.is_cpu:
         found.append(({"policy.embeddings": "host"}, "each forward waits for its input rows from the host"))
     if train.recompute != "none" and not train.recompute_offload and not layout.card.is_cpu:
@@ -354,7 +354,7 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
         found.append(({"policy.lora_rank": config.policy.lora_rank // 2}, "a smaller adapter"))
     if config.rollout.max_completion_length > STEP:
         half = max(STEP, config.rollout.max_completion_length // 2)
-        found.append(({"rollout.max_completion_length": half}, "longer answers are cut"))
+        found.append(({"rollout.max_completion_length": half}, "longer answers are truncated"))
     return found
 
 
@@ -378,7 +378,7 @@ def _server_candidates(layout: Layout, shared: bool) -> list[tuple[Keys, str]]:
         found.append(({"server.weights": "fp8_per_channel"}, "FP8 rounding in the sampler, faster rollouts"))
     if shared and not server.sleep and not layout.card.is_cpu:
         keys: Keys = {"server.sleep": True} | host | in_turn(config)
-        found.append((keys, "about half a second a step to sleep and wake"))
+        found.append((keys, "about half a second per step to sleep and wake"))
     if host:
         found.append((host, "a slower sync: the copy comes from host memory"))
     if server.kv_cache == "auto":
@@ -392,7 +392,7 @@ def _server_candidates(layout: Layout, shared: bool) -> list[tuple[Keys, str]]:
     if server.max_num_seqs > 2 * config.rollout.group_size:
         found.append(({"server.max_num_seqs": server.max_num_seqs // 2}, "fewer completions at once"))
     if layout.count >= 2 * server.tensor_parallel * layout.replicas:
-        found.append(({"server.tensor_parallel": 2 * server.tensor_parallel}, "two GPUs for what one did"))
+        found.append(({"server.tensor_parallel": 2 * server.tensor_parallel}, "two GPUs instead of one"))
     return found
 
 

@@ -28,8 +28,8 @@ GROUP, PROMPT, COMPLETION, COMPLETIONS = 8, 512, 2048, 64
 
 
 def matrix_config(way: str) -> Config:
-    """Rank 16, on experts too; prompts of 512 tokens, a group of 8 at once on an FP8 server with an FP8 KV cache, no
-    CUDA graphs."""
+    """The configuration of the table: rank 16, on experts too; prompts of 512 tokens, a group of 8 at once on an FP8
+    server with an FP8 KV cache, no CUDA graphs."""
     values: dict[str, dict] = {
         "run": {"name": "matrix"},
         "model": {"id": "matrix"},

@@ -49,9 +49,9 @@ def place(config: Config, visible: list[str], replicas_on_gpus: bool, trainer_on
     shared = [gpu for gpu in trainer if gpu in servers]
     if shared and len(visible) > 1 and not server.sleep and train.max_gpu_gib is None:
         raise BadInput(
-            f"train.gpus ({', '.join(trainer)}) and the replicas' GPUs ({', '.join(servers)}) have "
-            f"{', '.join(shared)} in common, and nothing says how they share it. Name other GPUs, set server.sleep, "
-            "or set train.max_gpu_gib beside server.gpu_memory_utilization."
+            f"train.gpus ({', '.join(trainer)}) and the replicas' GPUs ({', '.join(servers)}) share "
+            f"{', '.join(shared)} without limits on memory. Name other GPUs, set server.sleep, or set "
+            "train.max_gpu_gib and server.gpu_memory_utilization."
         )
     return Placement(servers, trainer, not visible)
 

@@ -38,7 +38,7 @@ def verdict(layout: Layout) -> str:
     if not layout.fits:
         return "It does not fit. " + " ".join([*layout.faults, numbers + "."])
     if any(one.verdict == "tight" for one in layout.cards):
-        return f"It fits, tightly: the high figure is above the card. {numbers}."
+        return f"It fits, tightly: the high estimate exceeds the GPU. {numbers}."
     return f"It fits. {numbers}."
 
 
@@ -54,12 +54,12 @@ def title(layout: Layout) -> str:
         weights += f", {shape.active_parameters / 1e9:.2f} B active"
     return (
         f"{shape.name} ({weights}) on {cards}: {trainer}{server}; "
-        f"{layout.completions} completions a step, {length}{chosen}"
+        f"{layout.completions} completions per step, {length}{chosen}"
     )
 
 
 def counted(layout: Layout) -> str | None:
-    """One sentence each on what a format, weights kept for a rollout and a teacher add; None without any of them."""
+    """One sentence each on the cost of a format, of weights kept for a rollout and of a teacher; None without them."""
     shape, config, card, found = layout.shape, layout.config, layout.card, []
     arguments = (shape, config, card, math.ceil(layout.completions / layout.processes))
     timed = layout.count and cost.can_estimate(card)
@@ -72,13 +72,13 @@ def counted(layout: Layout) -> str | None:
             f"(the largest takes {size:.2f} GiB{seconds})."
         )
     if kept := layout.trainer["rollout"].get(memory.KEPT):
-        found.append(f"Rollouts keep the weights they multiply with, made once each: {kept:.2f} GiB.")
+        found.append(f"Rollouts keep dequantized weights, each made once: {kept:.2f} GiB.")
     if who := teacher.describe(config):
         seconds = f" ({cost.teacher_seconds(*arguments):.2f} s)" if timed else ""
         own, theirs = teacher.head_products(config)
         found.append(
             f"Distilled from {who}: an update has a pass of the teacher{seconds}, its last hidden states, {own} "
-            f"products with the student's head and {theirs} with the teacher's, no reference. Counted, not measured."
+            f"matmuls with the student's head and {theirs} with the teacher's, no reference. Counted, not measured."
         )
     return " ".join(found) or None
 
@@ -98,8 +98,8 @@ def _advice(layout: Layout, changes: list[fitting.Change] | None = None) -> str:
             other = "Plan it for GPUs with --gpu, e.g. --gpu h200:2."
         else:
             cards = ", ".join(fitting.cards_that_fit(layout))
-            other = f"It fits as it is on as many {cards}." if cards else "It fits no card of the table as it is."
-        return f"No change of the configuration that the plan knows makes it fit these cards. {other}"
+            other = f"It fits unchanged on as many {cards}." if cards else "It fits no GPU of the table unchanged."
+        return f"No change of the configuration that the plan knows makes it fit these GPUs. {other}"
     return f"This would fit: {spell(keys)}"
 
 
@@ -231,10 +231,10 @@ def _hours(layout: Layout, time: cost.StepTime) -> str:
 def _print_times(console: "Console", layout: Layout) -> None:
     if not (rows := time_rows(layout)):
         why = "a CPU" if not layout.count else f"{layout.card.name}, whose speed is not in the table"
-        console.print(f"Seconds are not estimated for {why}.")
+        console.print(f"Times are not estimated for {why}.")
         return
     header = (
-        f"Expected seconds a step ({layout.completions} completions, all of full length), and hours for "
+        f"Expected seconds per step ({layout.completions} completions, all of full length), and hours for "
         f"{layout.config.train.max_steps} steps"
     )
     table = _table(header, "GPUs", "rollout", "update", "step", "hours", "memory")

@@ -201,7 +201,7 @@ def test_a_hub_id_is_read_from_the_cache_without_the_network(tmp_path, monkeypat
         (["--gpu", "h200", "--policy.target_modules", "[q_prj]"], "policy.target_modules names 'q_prj'"),
         (["--gpu", "h200:2", "--rollout.server_urls", "[http://a:1, http://b:1, http://c:1]"], "need 3 GPUs"),
         (["--gpu", "h200", "--server.gpus", "[1]"], "server.gpus [1] need 2 GPUs, there are 1 (h200)"),
-        (["--gpu", "cpu"], "there are 0 (cpu). Name the cards of the run's machine, such as --gpu h200:1"),
+        (["--gpu", "cpu"], "there are 0 (cpu). Name the GPUs of the run's machine, such as --gpu h200:1"),
         (["--gpu", "h200", "--model.path", "nowhere"], "model.path nowhere is not a directory (seen from"),
     ],
 )

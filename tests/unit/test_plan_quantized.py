@@ -168,7 +168,7 @@ def test_generating_in_process_keeps_the_weights_where_half_of_the_free_memory_h
         assert memory.KEPT not in memory.generation_parts(SHAPE, stored, H200)
     slow = cost.own_seconds(SHAPE, update("w4a16"), CARDS["rtx4090"], 64)
     assert slow > cost.own_seconds(SHAPE, update(None), CARDS["rtx4090"], 64)
-    assert "Rollouts keep the weights they multiply with" in counted(lay_out(SHAPE, update(None), H200, 1))
+    assert "Rollouts keep dequantized weights" in counted(lay_out(SHAPE, update(None), H200, 1))
     assert counted(lay_out(SHAPE, update(None, rollout__keep_weights="never"), H200, 1)) is None
 
 
@@ -277,6 +277,6 @@ def test_the_report_says_what_it_counted():
     text = counted(lay_out(SHAPE, config(**DISTILLED), H200, 2))
     assert text.startswith("Trained for nvfp4a16, served as bf16: each weight is quantized for its matmul")
     assert "Distilled from the base: an update has a pass of the teacher (" in text
-    assert "4 products with the student's head and 2 with the teacher's" in text and "not measured" in text
+    assert "4 matmuls with the student's head and 2 with the teacher's" in text and "not measured" in text
     layout = lay_out(SHAPE, config(**DISTILLED), CARDS["cpu"] if "cpu" in CARDS else CARDS["l4"], 2)
     assert counted(layout) in summary(layout)
