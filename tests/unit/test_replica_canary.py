@@ -105,7 +105,7 @@ def test_replicas_that_differ_from_each_other_fail_whichever_way_they_differ(che
         replica.before["score"] = score  # fmt: skip
     code, said = checked(0.05)
     (error,) = [line for line in said.splitlines() if line.startswith("error:")]
-    assert code == 1 and error.endswith("differ by 0.08 nats a token."), said
+    assert code == 1 and error.endswith("differ by 0.08 nats per token."), said
 
 
 def test_a_replica_with_noise_is_shown_and_not_held_to_the_limit(checked, replicas, monkeypatch):

@@ -184,7 +184,7 @@ def test_a_cpu_server_gets_its_kv_cache_by_environment():
             for key, reason in {
                 **{"port": "rollout.server_urls decides", "max-lora-rank": "policy.lora_rank decides"},
                 **{"no-enable-lora": "rollout.sync decides", "api_key": "VLLM_API_KEY"},
-                "hf-overrides.rope_theta": "what the trainer computes with",
+                "hf-overrides.rope_theta": "determines the served weights",
                 "quantization_config": "which remerge repeats",
                 "enable-eplb": "experts would move between workers",
                 "enable-return-routed-experts": "rollout.routing decides",

@@ -165,7 +165,7 @@ def test_a_step_that_fails_keeps_what_follows_from_starting(stand_ins, tmp_path,
     [
         ("print('error: bad key'); sys.exit(2)", 2, "trainer: bad key"),
         ("print('RuntimeError: x'); sys.exit(1)", 1, "ended with exit code 1. The first error in it: RuntimeError: x"),
-        ("os.kill(os.getpid(), 9)", 1, "trainer was killed by SIGKILL (the kernel does that when the machine"),
+        ("os.kill(os.getpid(), 9)", 1, "trainer was killed by SIGKILL (the kernel does so if the machine"),
     ],
 )
 def test_a_trainer_that_dies_ends_the_servers_with_its_reason_and_code(

@@ -81,7 +81,7 @@ def test_what_is_no_run_is_left_out_of_several_and_refused_alone(runs, tmp_path,
     (tmp_path / "study").mkdir()
     done = watch(*sorted(tmp_path.iterdir()), "--once")
     assert done.code == 0 and "3 runs, best reward first" in done.out
-    assert done.err == f"no run, left out: {tmp_path / 'notes.txt'}, {tmp_path / 'study'}\n"
+    assert done.err == f"not a run, skipped: {tmp_path / 'notes.txt'}, {tmp_path / 'study'}\n"
     done = watch(tmp_path / "study", tmp_path / "notes.txt", "--once")
     assert done.code == 2 and re.search("none of .*study.* is a run directory", done.err)
 
