@@ -51,7 +51,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--format", nargs="+", choices=FORMATS, help="formats to write; default: the one the run was trained for"
     )
     what.add_argument(
-        "--compare_bases", action="store_true", help="merge bf16 of the policy into both bases, say which is closer"
+        "--compare_bases", action="store_true", help="merge the policy into both bases in bf16, print which is closer"
     )
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES), help="default: both")
     parser.add_argument(
@@ -61,21 +61,23 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="the base to merge into: the dequantized one that was trained on (default), or the original weights",
     )
     parser.add_argument("--adapter", type=Path, help="adapter directory; default: the run's newest whole one")
-    parser.add_argument("--base", type=Path, help="the original checkpoint, when it is not where base.json says")
+    parser.add_argument("--base", type=Path, help="the original checkpoint, if it is not where base.json says")
     parser.add_argument(
         "--out", type=Path, help="where <policy>/<format> goes; default: merged/, or merged-original/, in the run"
     )
     parser.add_argument(
         "--calib_samples", type=at_least_one, default=128, help="prompts that awq, fp8_static, nvfp4 calibrate on"
     )
-    parser.add_argument("--calib_seq_len", type=at_least_one, default=512, help="tokens of each of them, at most")
+    parser.add_argument("--calib_seq_len", type=at_least_one, default=512, help="maximum tokens of each prompt")
     parser.add_argument(
         "--awq_python", type=Path, default=AWQ_PYTHON, help=f"Python that has llm-compressor; default {AWQ_PYTHON}"
     )
-    parser.add_argument("--force", action="store_true", help="write nf4 although it loses the update")
-    parser.add_argument("--overwrite", action="store_true", help="replace checkpoints that are there already")
+    parser.add_argument("--force", action="store_true", help="write nf4 even if it loses the update")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing checkpoints")
     parser.add_argument("--skip_verify", action="store_true", help="do not compare with the policy (verify: null)")
-    parser.add_argument("--dry_run", action="store_true", help="check the input, print what would be written, stop")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="check the input, print what would be written, and exit"
+    )
     add_hub_options(parser)
     return parser.parse_args(argv)
 

@@ -16,8 +16,8 @@ RESULT = "compare_bases.json"
 def compare_bases(arguments: argparse.Namespace, command: list[str]) -> int:
     """Merge the policy into both bases in BF16, or reuse existing merges; print which is closer and write RESULT.
 
-    `BadInput` for options that have no meaning here. A base that is closer on the run's own sequences is closer to
-    what was trained; only an evaluation shows which one solves more problems.
+    Raises `BadInput` for options that have no meaning here. A base that is closer on the run's own sequences is closer
+    to what was trained; only an evaluation shows which one solves more problems.
     """
     given = {"--out": arguments.out, "--skip_verify": arguments.skip_verify}
     given |= {"--force": arguments.force, "--into original": arguments.into != INTO[0]}

@@ -101,8 +101,8 @@ def input_peaks(merged: Path, names: set[str], calibration: Calibration) -> dict
     for name in names:
         if (module := modules.get(name.removesuffix(".weight"))) is None:
             raise Refused(
-                f"transformers' model has no layer {name}, so its inputs cannot be seen. Leave fp8_static and nvfp4 "
-                "out."
+                f"transformers' model has no layer {name}, so its inputs cannot be observed. Leave fp8_static and "
+                "nvfp4 out."
             )
         module.register_forward_pre_hook(watch(name))
     for ids in calibration.sequences:
@@ -121,8 +121,10 @@ def input_peaks(merged: Path, names: set[str], calibration: Calibration) -> dict
 
 def check_awq(python: Path) -> str:
     """Return the version of llm-compressor that `python` has; `BadInput` with the fix if it has none."""
-    fix = "AWQ is made by llm-compressor in an environment of its own: make it with `make llmcompressor`, or name its "
-    fix += "Python with --awq_python."
+    fix = (
+        "AWQ is written by llm-compressor in an environment of its own: create it with `make llmcompressor`, or name "
+    )
+    fix += "its Python with --awq_python."
     if not python.is_file():
         raise BadInput(f"{python} does not exist. {fix}")
     command = [str(python), "-I", "-c", "from importlib.metadata import version; print(version('llmcompressor'))"]
@@ -173,7 +175,7 @@ def _run_worker(python: Path, request: dict) -> None:
         )
     if done.returncode:
         said = "\n".join(done.stdout.splitlines()[-15:])
-        raise Refused(f"llm-compressor failed (exit {done.returncode}), so nothing was kept. It said:\n{said}")
+        raise Refused(f"llm-compressor failed (exit code {done.returncode}), so nothing was kept. Its output:\n{said}")
 
 
 def _check_stored(merged: Path, partial: Path, quantized: set[str]) -> None:
@@ -186,7 +188,7 @@ def _check_stored(merged: Path, partial: Path, quantized: set[str]) -> None:
     stored = {name for names in checkpoint_shards(partial).values() for name in names}
     if stored != expected:
         raise Refused(
-            f"llm-compressor stored {len(stored - expected)} tensors that were not asked for "
+            f"llm-compressor stored {len(stored - expected)} tensors that were not requested "
             f"({', '.join(sorted(stored - expected)[:3])}) and left out {len(expected - stored)} "
             f"({', '.join(sorted(expected - stored)[:3])}), so nothing was kept."
         )

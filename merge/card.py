@@ -1,4 +1,4 @@
-"""The README.md of a merged checkpoint: a model card with its origin, its training and what it measured.
+"""The README.md of a merged checkpoint: a model card with its origin, its training and its measurements.
 
 `python -m merge card --run X` rewrites the cards of a run once there is an evaluation, and can upload them. A card is
 made from the run directory alone. The manifest does not list it, because it changes when the checkpoint does not.
@@ -83,8 +83,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--into", choices=INTO, default=INTO[0], help="checkpoints of which base; default: dequantized"
     )
-    parser.add_argument("--out", type=Path, help="where they are, when `python -m merge` was given --out")
-    parser.add_argument("--format", nargs="+", choices=FORMATS, help="default: all that are there")
+    parser.add_argument("--out", type=Path, help="where they are, if `python -m merge` was given --out")
+    parser.add_argument("--format", nargs="+", choices=FORMATS, help="default: all that exist")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES), help="default: both")
     add_hub_options(parser)
     arguments = parser.parse_args(argv)
@@ -121,7 +121,7 @@ def add_hub_options(parser: argparse.ArgumentParser) -> None:
         metavar="REPO_ID",
         help="upload the policy's checkpoints to this repository, several formats to REPO_ID-<format>; HF_TOKEN",
     )
-    parser.add_argument("--hub_private", action="store_true", help="a repository that is made is private")
+    parser.add_argument("--hub_private", action="store_true", help="create repositories as private")
 
 
 def push_all(arguments: argparse.Namespace, places: dict[tuple[str, str], Path]) -> None:
@@ -293,17 +293,17 @@ def checks(manifest: dict) -> str:
     else:
         lines.append(
             f"On {found['tokens']} tokens of the run's own sequences: mean KL(policy‖this) {found['mean_kl']:.2e} "
-            f"nats a token, max |Δlogp| {found['max_abs_dlogp']:.3f}, top-1 agreement {found['top1_agreement']:.3f}."
+            f"nats per token, max |Δlogp| {found['max_abs_dlogp']:.3f}, top-1 agreement {found['top1_agreement']:.3f}."
         )
     if kept is not None:
         lines.append(f"The stored weights keep {kept:.2%} of the adapter's update.")
     elif reason := manifest.get("no_retained_update"):
-        lines.append(f"What is kept of the adapter's update was not computed: {reason}.")
+        lines.append(f"The share of the adapter's update that is kept was not computed: {reason}.")
     if found and (to := found.get("policy_with")):
         lines.append(f"The policy computed with {to} there.")
     if calibration := manifest.get("calibration"):
         if "quantizers" in calibration:
-            lines.append(f"Activation scales are those of the training's quantizers, {code(calibration)}.")
+            lines.append(f"Activation scales come from the training's quantizers, {code(calibration)}.")
             return "\n".join(lines)
         lines.append(f"Calibrated on the run's training prompts: {code(calibration)}.")
     return "\n".join(lines)

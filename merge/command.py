@@ -1,4 +1,4 @@
-"""A merge as its command line describes it: what is checked before a weight is loaded, and what is written where."""
+"""A merge as given on the command line: checks before a weight is loaded, and what is written where."""
 
 import argparse
 import shutil
@@ -181,7 +181,7 @@ class Merge:
         if need > free:
             raise BadInput(
                 f"{existing} has {free / 2**20:.0f} MiB free and the checkpoints need about {need / 2**20:.0f} MiB. "
-                "Make room, ask for fewer formats, or choose another place with --out."
+                "Free some space, request fewer formats, or choose another place with --out."
             )
 
     def _batch(self) -> "list[torch.Tensor]":

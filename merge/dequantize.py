@@ -1,4 +1,4 @@
-"""Convert a checkpoint that is stored quantized into a plain BF16 one, which is then a base like any other.
+"""Convert a quantized checkpoint into a plain BF16 one, which can be used as any other base.
 
 Every weight is code · scale in float32, rounded once to BF16. Covers: `fp8` with blocks (Qwen3-8B-FP8 and similar),
 compressed-tensors' FP8, INT8 and packed integers (what `python -m merge` writes as fp8, fp8_block and w4a16). The
@@ -30,7 +30,7 @@ from merge.export import check_space, recorded, sizes, source_facts
 from merge.merge import write_config
 from merge.options import dequantize_parser
 
-# Types of the codes as a file's header names them: for quant_method fp8, and for compressed-tensors by its layout.
+# Dtypes of the codes as named in a file's header: for quant_method fp8, and for compressed-tensors by its layout.
 CODES = {"fp8": "F8_E4M3", "float-quantized": "F8_E4M3", "int-quantized": "I8", "pack-quantized": "I32"}
 FLOATS = ("F32", "F16", "BF16")
 CODE_NAMES = ("weight", "weight_packed")
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
         "revision": arguments.revision or commit,
     }
     write(checkpoint, out, origin, commit, arguments.overwrite)
-    print(f"wrote {out}. It is a base like any other: --model.path {out}")
+    print(f"wrote {out}. Use it as any other base: --model.path {out}")
     return DONE
 
 
@@ -88,7 +88,7 @@ def check_quantized(source: str, config: Any) -> dict:
     if not settings:
         raise BadInput(
             f"{source} is not quantized (no quantization_config in its config.json), so there is nothing to undo: "
-            "it is a base as it is."
+            "use it as the base."
         )
     method = settings.get("quant_method")
     why = None
@@ -107,8 +107,8 @@ def check_quantized(source: str, config: Any) -> dict:
             why = f"compressed-tensors with {len(groups)} groups of layers ({names})"
     if why:
         raise BadInput(
-            f"{source} is stored as {why}, which cannot be undone here; what can: {CAN}, of one group of layers. Name "
-            "the original 16-bit checkpoint instead."
+            f"{source} is stored as {why}, which cannot be undone here. Supported: {CAN}, of one group of layers. "
+            "Name the original 16-bit checkpoint instead."
         )
     return settings
 
@@ -195,7 +195,7 @@ class QuantizedCheckpoint:
             raise BadInput(f"{self.directory} stores {name} as {kind}; {self.layout} has {CODES[self.layout]}.")
         packed = name in self.codes and self.layout == "pack-quantized"
         if wanted is not None and (shape[:1] if packed else shape) != (wanted[:1] if packed else wanted):
-            raise BadInput(f"{complaint}: {name} is {shape}, it should be {wanted}.")
+            raise BadInput(f"{complaint}: {name} is {shape}, expected {wanted}.")
         if name not in self.codes:
             return
         scale = name.removesuffix("weight") + self.scale

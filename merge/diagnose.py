@@ -33,14 +33,14 @@ PROGRESS_S = 20.0
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m merge diagnose", description=__doc__, allow_abbrev=False)
     parser.add_argument("--run", type=Path, required=True, help="run directory, e.g. runs/tiny")
-    parser.add_argument("--formats", nargs="+", help="formats to measure; default: every one that can be")
+    parser.add_argument("--formats", nargs="+", help="formats to measure; default: all that can be")
     parser.add_argument(
         "--into", choices=INTO, default=INTO[0], help="the base that the update is added to; default: dequantized NF4"
     )
     parser.add_argument("--adapter", type=Path, help="adapter directory; default: the run's newest whole one")
-    parser.add_argument("--base", type=Path, help="the original checkpoint, when it is not where base.json says")
-    parser.add_argument("--layers", metavar="REGEX", help="only layers whose name it is found in; default: all")
-    parser.add_argument("--out", type=Path, help="folder for what is written; default: the run directory")
+    parser.add_argument("--base", type=Path, help="the original checkpoint, if it is not where base.json says")
+    parser.add_argument("--layers", metavar="REGEX", help="only layers whose name matches; default: all")
+    parser.add_argument("--out", type=Path, help="output folder; default: the run directory")
     parser.add_argument("--tokens", action="store_true", help="KL and top-1 agreement of the merged checkpoints too")
     parser.add_argument("--skip_control", action="store_true", help="leave the shuffled update out: a third faster")
     return parser.parse_args(argv)
@@ -102,8 +102,8 @@ class Diagnosis:
         found = [name for name in every if self.pattern is None or self.pattern.search(name)]
         if not found:
             raise BadInput(
-                f"--layers {self.arguments.layers!r} is found in none of the {len(every)} quantized layers, for "
-                f"instance {every[0]}."
+                f"--layers {self.arguments.layers!r} matches none of the {len(every)} quantized layers, e.g. "
+                f"{every[0]}."
             )
         return sorted(found, key=depth)
 
@@ -127,7 +127,7 @@ class Diagnosis:
                 self.notes.append(f"{name} is left out: {error}")
         if absent:
             self.notes.append(
-                f"{', '.join(absent)} left out: what is not computed from the weights alone is read from its merged "
+                f"{', '.join(absent)} left out: a format that needs more than the weights is read from its merged "
                 f"checkpoint, and {self.place('grpo', absent[0]).parent} has none. {self._make(None, *absent)}"
             )
         return readers
@@ -165,7 +165,7 @@ class Diagnosis:
         place = self.place(policy, name)
         if not place.exists():
             raise NotMerged(
-                f"{name} is not computed from the weights alone but read from its merged checkpoint, and {place} does "
+                f"{name} needs more than the weights, so it is read from its merged checkpoint, and {place} does "
                 f"not exist. {self._make(policy, name)}"
             )
         if not self._is_ours(read_manifest(place, "checkpoint"), policy):

@@ -29,7 +29,7 @@ def rows_of(result: dict) -> list[list[str]]:
 
 def markdown(result: dict, picture: str) -> str:
     """The report as Markdown: verdict, table, picture, breakdowns by module and by depth, how it was measured."""
-    lines = ["# What training did to the weights, and what each format makes of it", ""]
+    lines = ["# Effect of training on the weights, and how each format stores it", ""]
     lines += [f"- {line}" for line in result["verdict"]]
     lines += ["", "## All layers", "", *markdown_table(HEAD, rows_of(result)), ""]
     lines += [

@@ -207,13 +207,13 @@ def error_verdict(fmt: str, summary: dict, comparison: dict) -> str:
     error, found, control = summary["error"], comparison["rl"], comparison["rl_against_shuffled"]
     if found is None:
         if None in error.values():
-            return f"{fmt}: not known, the weights of the base or of the policy in this format are not there."
+            return f"{fmt}: not known, the weights of the base or of the policy in this format are missing."
         return f"{fmt}: nothing to compare, the weights before training fit the format exactly."
     numbers = f"error {percent(error['base'])} before training, {percent(error['grpo'])} after"
     if error["base"] < ON_GRID * error["grpo"]:
         return (
-            f"{fmt}: {numbers}. This says nothing about training: the weights before it lie on this grid already, and "
-            "any update takes them off it."
+            f"{fmt}: {numbers}. This says nothing about training: the weights before it are on this grid already, and "
+            "any update moves them off it."
         )
     counts = f"larger in {found['larger']} of {found['layers']} layers, sign test p {number(found['sign_test_p'], 2)}"
     text = f"{fmt}: {numbers}: {percent(found['change'], sign=True)}{_interval(found['interval'])}, {counts}. "
@@ -237,7 +237,7 @@ def noise_verdict(fmt: str, summary: dict, comparison: dict, changed: int) -> st
     """One sentence on whether the update is above the format's noise and whether it is kept."""
     snr, kept = summary["snr"], summary["retained"]
     if snr is None:
-        return f"{fmt}: the signal-to-noise ratio is not known or has no noise to divide by."
+        return f"{fmt}: the signal-to-noise ratio is unknown, or the noise is zero."
     side = "above" if snr > 1 else "below"
     text = (
         f"{fmt}: the update is {side} the quantization noise (‖Δ‖/noise {number(snr)}; above 1 in "
@@ -249,7 +249,7 @@ def noise_verdict(fmt: str, summary: dict, comparison: dict, changed: int) -> st
     if snr <= 1 and 0.9 <= kept <= 1.1:
         return text + ": the noise is larger than the update, but not directed against it."
     if kept < 0.5:
-        return text + ": most of what was learned rounds away."
+        return text + ": most of what was learned is rounded away."
     return text + "."
 
 
@@ -272,12 +272,12 @@ def verdict(result: dict) -> list[str]:
         lines.append(noise_verdict(fmt, summary, result["comparison"][fmt], weights["changed_layers"]))
     if result["into"] == "dequantized" and result.get("base_storage", "nf4") == "nf4":
         lines.append(
-            "The weights before training are dequantized NF4, 16 values a block, which other formats fit better or "
-            "worse than smooth weights; any update smooths them. --into original asks the same without that."
+            "The weights before training are dequantized NF4, 16 values per block, which other formats fit better or "
+            "worse than smooth weights; any update smooths them. --into original measures without that effect."
         )
     lines.append(
-        "One run, one adapter. Layers of one model are not independent, so tests and intervals tell how uniform a "
-        f"change is over its layers, not what another run would show; {len(result['summary'])} formats, nothing is "
-        "corrected for looking at several. Weight error is not accuracy: the evaluation measures that."
+        "One run, one adapter. Layers of one model are not independent, so tests and intervals show how uniform a "
+        f"change is over its layers, not what another run would show; {len(result['summary'])} formats, no "
+        "correction for multiple comparisons. Weight error is not accuracy: the evaluation measures that."
     )
     return lines

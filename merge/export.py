@@ -55,19 +55,19 @@ def main(argv: list[str]) -> int:
     }
     if out.exists():
         manifest = check_reusable(out, config, origin, commit, refresh=not arguments.dry_run)
-        print(f"{out} is there already (base hash {manifest['base_hash'][:12]})")
+        print(f"{out} exists already (base hash {manifest['base_hash'][:12]})")
         return DONE
     if arguments.dry_run:
         place = find_checkpoint(source, revision, weights=False)
         kind = config.policy.quantization
         plan = plan_base(described, kind) if config.model.path is None else _open(config, place).plan
         check_space(out, plan)
-        print(f"would write {out}: {source} as {STORED[kind]}, {sizes(plan)}; it is not there yet")
+        print(f"would write {out}: {source} as {STORED[kind]}, {sizes(plan)}; it does not exist yet")
         return DONE
     place = find_checkpoint(source, revision)
     info = export(_open(config, place), out, origin, commit)
     facts = info["quantization"]
-    made_on = f" as a {facts['device']} makes it" if facts["type"] == "nf4" else ""
+    made_on = f" as quantized on a {facts['device']}" if facts["type"] == "nf4" else ""
     print(f"wrote {out}: {source} as {STORED[facts['type']]} in BF16, base hash {info['hash'][:12]}{made_on}")
     return DONE
 
@@ -93,8 +93,8 @@ def check_space(out: Path, plan: Plan) -> None:
     free = shutil.disk_usage(existing).free
     if plan.weights_bytes() + plan.copy_bytes() > free:
         raise BadInput(
-            f"{existing} has {_spell(free)} free and the base needs {sizes(plan)}. Make room, or choose another place "
-            "with --out."
+            f"{existing} has {_spell(free)} free and the base needs {sizes(plan)}. Free some space, or choose another "
+            "place with --out."
         )
 
 
@@ -209,8 +209,8 @@ def check_reusable(directory: Path, config: Config, origin: dict, commit: str | 
     is_nf4 = quantization.get("type") == "nf4"
     if is_nf4 and quantization.get("device") == "cpu" and default_device().type == "cuda":
         raise BadInput(
-            f"{directory} holds NF4 as a CPU makes it. A trainer on this machine's GPU makes other bytes of the same "
-            f"weights, and its hash would not be the server's. {fix}"
+            f"{directory} holds NF4 as quantized on a CPU. A trainer on this machine's GPU gets other bytes from the "
+            f"same weights, and its hash would not be the server's. {fix}"
         )
     if made_from is None or (is_nf4 and f"{NF4_FOLDER}/index.json" not in manifest["files"]):
         raise BadInput(

@@ -17,9 +17,9 @@ def check_access(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise BadInput(f"--push_to_hub {repo_id} is no repository name: {str(error).splitlines()[0]}") from None
+        raise BadInput(f"--push_to_hub {repo_id} is not a repository name: {str(error).splitlines()[0]}") from None
     if get_token() is None:
-        raise BadInput(f"--push_to_hub needs a token with the right to write, and there is none. {NO_TOKEN}")
+        raise BadInput(f"--push_to_hub needs a token with write access, and there is none. {NO_TOKEN}")
     try:
         HfApi().whoami()
     except (OSError, HTTPError) as error:  # a refused token, offline mode, no connection

@@ -105,7 +105,7 @@ def _expert_factors(
 
 def _whole(directory: Path, module: str, pair: dict) -> tuple[torch.Tensor, torch.Tensor]:
     if missing := {"lora_A", "lora_B"} - set(pair):
-        raise BadInput(f"{directory} has {module} without {missing.pop()}: the file is not whole.")
+        raise BadInput(f"{directory} has {module} without {missing.pop()}: the file is incomplete.")
     return pair["lora_A"], pair["lora_B"]
 
 

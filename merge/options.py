@@ -20,7 +20,7 @@ def base_parser() -> argparse.ArgumentParser:
 
 
 def dequantize_parser() -> argparse.ArgumentParser:
-    description = "Write a checkpoint that is stored quantized as a plain one in BF16, which is then a base like any."
+    description = "Write a quantized checkpoint as a plain one in BF16, which can be used as any other base."
     parser = argparse.ArgumentParser(prog="python -m merge dequantize", description=description, allow_abbrev=False)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model.path", dest="path", metavar="DIR", type=Path, help="local quantized checkpoint")
@@ -29,6 +29,6 @@ def dequantize_parser() -> argparse.ArgumentParser:
         "--model.revision", dest="revision", metavar="REV", help="hub revision (branch, tag or commit)"
     )
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there already")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
     parser.add_argument("--dry_run", action="store_true", help="check the input, say what would be written")
     return parser

@@ -24,7 +24,7 @@ from kit.weights.shards import write_parts
 from kit.weights.wrapped import carried_modules, wrapper_of
 from merge.merge import Factors, Retained, write_config
 
-LEAST_RETAINED = 0.5  # least share of the update for NF4 to be written without --force
+LEAST_RETAINED = 0.5  # minimum share of the update for NF4 to be written without --force
 # Layers that vLLM fuses into one. It keeps a single global scale for them, so theirs must be equal.
 FUSED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 FUSED += (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))  # linear attention of Qwen3.5
@@ -323,13 +323,13 @@ def _project(retained: Retained, update: Factors, device: torch.device | str, be
 def _nf4_loses(share: float, base: BaseCheckpoint) -> str:
     if base.into == "original" or base.storage != "nf4":
         return (
-            f"nf4 of the {base.into} base plus the adapter keeps {share:.1%} of the update, the least is "
+            f"nf4 of the {base.into} base plus the adapter keeps {share:.1%} of the update, the minimum is "
             f"{LEAST_RETAINED:.0%}. Serve the adapter on the base it was trained on, or use bf16 or fp8; --force "
             "writes nf4 all the same."
         )
     return (
-        f"nf4 of the dequantized NF4 base plus the adapter keeps {share:.1%} of the update, the least is "
-        f"{LEAST_RETAINED:.0%}: what is smaller than the steps between NF4 values rounds back to the base. Serve the "
+        f"nf4 of the dequantized NF4 base plus the adapter keeps {share:.1%} of the update, the minimum is "
+        f"{LEAST_RETAINED:.0%}: changes below the steps between NF4 values round back to the base. Serve the "
         "adapter on the NF4 base, or use bf16, fp8 or w4a16; or merge with --into original: those weights lie between "
         "NF4 values, so rounding keeps an update in expectation, of another base than the trained one. --force "
         "writes nf4 all the same."

@@ -246,7 +246,7 @@ def fixed_batch(run: RunDir, tokenizer: Any, vocabulary: int) -> list[torch.Tens
     if not batch:
         raise BadInput(
             f"nothing to verify on: {run.completions} holds no completion and data.eval_path / data.path of "
-            f"{run.config_file} is no local jsonl. Pass --skip_verify to merge unverified."
+            f"{run.config_file} is not a local jsonl file. Pass --skip_verify to merge unverified."
         )
     return batch
 
@@ -276,7 +276,7 @@ def _logged_completions(run: RunDir, tokenizer: Any) -> list[str]:
 
 
 def rows_in(file: Path) -> Iterator[dict]:
-    """Rows of a jsonl file; a line that is none is skipped, as the last one of a run that was killed."""
+    """Rows of a jsonl file; other lines are skipped, such as a truncated last one of a killed run."""
     with open(file) as lines:
         for line in lines:
             with contextlib.suppress(json.JSONDecodeError):
@@ -351,7 +351,7 @@ def compare(policy: list[torch.Tensor], merged: list[torch.Tensor], batch: list[
     kl, same, worst, tokens = 0.0, 0, 0.0, 0
     for p, q, ids in zip(policy, merged, batch, strict=True):
         if not (torch.isfinite(p).all() and torch.isfinite(q).all()):
-            raise CheckFailed("a model gives log-probs that are not finite, so nothing can be compared.")
+            raise CheckFailed("a model returned non-finite log-probs, so nothing can be compared.")
         kl += torch.nn.functional.kl_div(q.double(), p.double(), reduction="sum", log_target=True).item()
         same += (p.argmax(-1) == q.argmax(-1)).sum().item()
         taken = ids[0, 1:, None].cpu()

@@ -64,7 +64,7 @@ def test_a_recipe_names_the_command_whose_output_trains_and_merges(
     assert command[:4] == ["python", "-m", "merge", "dequantize"] and command[-1] == "models/Tiny-FP8-bf16"
     monkeypatch.chdir(tmp_path)
     done = run_here(*command[2:])
-    assert done.code == 0 and "wrote models/Tiny-FP8-bf16. It is a base like any other" in done.out, done
+    assert done.code == 0 and "wrote models/Tiny-FP8-bf16. Use it as any other base" in done.out, done
     plain = Path("models/Tiny-FP8-bf16").resolve()
     dry = recipe(recipe_arguments(plain, tmp_path / "run", steps, ("--dry_run",)))
     assert dry.code == 0, dry.err

@@ -128,7 +128,7 @@ def test_metrics_are_means_of_the_first_and_last_steps_up_to_the_adapter(run):
 def test_what_was_checked_is_said_with_its_numbers(run):
     verify = {"mean_kl": 1.5e-4, "max_abs_dlogp": 0.25, "top1_agreement": 0.99, "tokens": 640}
     text = render(run, change_manifest(run, verify=verify, retained_update=0.9312))
-    assert "On 640 tokens" in text and "1.50e-04 nats a token, max |Δlogp| 0.250, top-1 agreement 0.990" in text
+    assert "On 640 tokens" in text and "1.50e-04 nats per token, max |Δlogp| 0.250, top-1 agreement 0.990" in text
     assert "keep 93.12% of the adapter's update" in text
 
 

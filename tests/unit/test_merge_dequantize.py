@@ -266,8 +266,8 @@ SCALE = "model.layers.0.mlp.up_proj.weight_scale_inv"
 COMPRESSED = compressed("float-quantized", 8, "float", "channel")
 MIXED = COMPRESSED["config_groups"]["group_0"]
 FAULTS: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda f: change(f, quant_method="bitsandbytes"), r"quant_method bitsandbytes, which cannot be undone here; what "
-     r"can: fp8 with weight_block_size, and compressed-tensors in the layouts float-quantized, int-quantized, pack"),
+    (lambda f: change(f, quant_method="bitsandbytes"), r"quant_method bitsandbytes, which cannot be undone here. "
+     r"Supported: fp8 with weight_block_size, and compressed-tensors in the layouts float-quantized, int-quantized"),
     (lambda f: change(f, weight_block_size=None), "fp8 with weight_block_size None, which cannot be undone"),
     (lambda f: change(f, **compressed("nvfp4-pack-quantized", 4, "float", "group")), "nvfp4-pack-quantized.* undone"),
     (lambda f: change(f, quant_method="compressed-tensors", config_groups={"a": MIXED, "b": MIXED}), "2 groups of la"),
@@ -277,8 +277,8 @@ FAULTS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: change(f, **COMPRESSED | {"config_groups": {"a": {"targets": []}}}),
      "of inputs alone"),
     (lambda f: change(f, weight_block_size=[64, 64]), r"scale_inv is F32 of shape .*; fp8 of a weight of .* has \("),
-    (lambda f: write_json(f / "config.json", read_json(cut_model() / "config.json")), "is not quantized .* a base as"),
-    (lambda f: write_json(f / "config.json", read_json(f / "config.json") | {"hidden_size": 256}), "it should be"),
+    (lambda f: write_json(f / "config.json", read_json(cut_model() / "config.json")), "is not quantized .* to undo"),
+    (lambda f: write_json(f / "config.json", read_json(f / "config.json") | {"hidden_size": 256}), "expected"),
     (lambda f: (f / "config.json").unlink(), "no model config at"),
     (lambda f: sorted(f.glob("*.safetensors"))[0].unlink(), "lacks model-00001-of-00002.safetensors"),
     (lambda f: change_tensors(f, lambda t: t.pop(SCALE)), r"up_proj.weight as F8_E4M3 without a scale \(model.layers"),

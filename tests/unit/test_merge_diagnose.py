@@ -289,7 +289,7 @@ def test_the_verdict_on_the_error_says_what_the_layers_show(records, words):
     [
         (3.0, 0.99, "above the quantization noise (‖Δ‖/noise 3;"),
         (0.2, 1.0, "not directed against it"),
-        (0.2, 0.05, "most of what was learned rounds away"),
+        (0.2, 0.05, "most of what was learned is rounded away"),
         (0.2, 0.7, "70.0 % of it is kept."),
         (0.2, None, "below the quantization noise"),
         (None, None, "not known"),
@@ -375,7 +375,7 @@ def test_scales_between_layers_are_taken_out_and_the_error_stays(spread):
     [
         (["--run", "/nowhere/run"], "no run directory"),
         (["--formats", "fp9"], "fp9 is not a format"),
-        (["--formats", "awq"], "awq is not computed from the weights alone.*--policy grpo --format awq"),
+        (["--formats", "awq"], "awq needs more than the weights.*--policy grpo --format awq"),
         (["--layers", "("], "not a regular expression"),
         (["--layers", "conv"], "none of the 14 quantized layers"),
         (["--base", "/nowhere/base"], "no checkpoint at"),

@@ -63,7 +63,7 @@ def test_a_local_model_is_recorded_by_its_full_path_and_reused(written, tmp_path
     assert (info["model"], info["revision"]) == (str(shared_model().resolve()), None)
     monkeypatch.chdir(shared_model().parent)
     assert export(tmp_path, written, path=shared_model().name) == 0
-    assert f"is there already (base hash {info['hash'][:12]})" in capsys.readouterr().out
+    assert f"exists already (base hash {info['hash'][:12]})" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_base_of_an_earlier_version_is_refused_with_the_way_to_remake_it(writt
 
 def test_a_base_made_on_a_cpu_is_refused_where_the_trainer_has_a_gpu(written, tmp_path, monkeypatch):
     monkeypatch.setattr(merge_export, "default_device", lambda: torch.device("cuda", 0))
-    with pytest.raises(BadInput, match="NF4 as a CPU makes it"):
+    with pytest.raises(BadInput, match="NF4 as quantized on a CPU"):
         export(tmp_path, written)
 
 
@@ -326,7 +326,7 @@ def test_without_out_the_base_is_written_and_found_again_at_its_default_place(tm
     place = tmp_path / "models/bases" / shared_model().name
     assert read_manifest(place, "checkpoint", deep=True)["policy"] == "base"
     assert export(tmp_path, None) == 0
-    assert f"models/bases/{shared_model().name} is there already" in capsys.readouterr().out
+    assert f"models/bases/{shared_model().name} exists already" in capsys.readouterr().out
     with pytest.raises(BadInput, match=f"models/bases/{shared_model().name} exists and is not the base"):
         export(tmp_path, None, dtype="bfloat16")
     assert export(tmp_path, None, f"--server.base={tmp_path / 'elsewhere'}", dtype="bfloat16") == 0
@@ -337,14 +337,14 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(written, tmp_pa
     out = tmp_path / "new"
     assert export(tmp_path, out, "--dry_run") == 0
     said = capsys.readouterr().out
-    assert f"would write {out}" in said and "it is not there yet" in said
+    assert f"would write {out}" in said and "it does not exist yet" in said
     assert not out.exists()
     stored = sum(file.stat().st_size for file in written.glob("*.safetensors"))
     copied = sum(file.stat().st_size for file in written.glob("nf4/*.safetensors"))
     estimates = [float(number) * 2**20 for number in re.findall(r"([\d.]+) MiB", said)]
     assert estimates == [pytest.approx(stored, abs=0.06 * 2**20), pytest.approx(copied, abs=0.06 * 2**20)]
     assert export(tmp_path, written, "--dry_run") == 0
-    assert "is there already" in capsys.readouterr().out
+    assert "exists already" in capsys.readouterr().out
 
 
 def test_a_dry_run_of_a_hub_model_downloads_no_weights(tmp_path, monkeypatch, hub, capsys):

@@ -88,7 +88,7 @@ def test_a_format_that_was_refused_is_not_uploaded(run, stub):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("name", "no repository name"),
+        ("name", "not a repository name"),
         ("token", "there is none. Set HF_TOKEN"),
         ("refused", "does not accept the token"),
     ],
