@@ -151,7 +151,7 @@ def reward_functions(reward: "RewardConfig") -> tuple[list[BoundReward], list[fl
         if getattr(function_of(name), "executes_code", False) and not reward.allow_code_execution:
             raise BadInput(
                 f"reward {name!r} runs code that the model wrote. Set reward.allow_code_execution to true to let it, "
-                "after reading in reward/README.md what the sandbox does and does not keep out."
+                "after reading in reward/README.md what the sandbox protects against."
             )
     options = checked_options(reward.options, reward.functions)
     functions = [

@@ -1,9 +1,9 @@
 """Try a reward before a run, and look for hacking after one.
 
-python -m reward check FILE.jsonl --task math   how it judges answers that you already know
-python -m reward attack --task all              whether any built-in attempt to be paid for nothing succeeds
-python -m reward audit runs/tiny                whether a run's completions show signs of hacking
-python -m reward.bench                          how many completions it scores per second
+python -m reward check FILE.jsonl --task math   judge answers that you already know
+python -m reward attack --task all              run built-in attempts to be paid for nothing
+python -m reward audit runs/tiny                look for signs of hacking in a run's completions
+python -m reward.bench                          measure completions scored per second
 
 Each has --help. Exit codes: 0 nothing found, 1 something found, 2 the input cannot be used.
 """

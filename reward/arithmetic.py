@@ -53,7 +53,7 @@ def _value(text: str) -> tuple[Fraction, list[int]] | None:
         depth += (token == "(") - (token == ")")
         if depth > MAX_DEPTH:
             return None
-    try:  # each token apart: 2 ** 3 and 7 // 2 are no Python
+    try:  # each token apart: 2 ** 3 and 7 // 2 are not Python
         expression = ast.parse(" ".join(str(int(t)) if t[0] in "0123456789" else t for t in tokens), mode="eval")
         return _evaluated(expression.body), [int(number) for number in digits]
     except (SyntaxError, ValueError, ZeroDivisionError):

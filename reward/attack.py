@@ -142,7 +142,7 @@ def form_outweighs_answer(config: Path) -> str | None:
     if by_kind["answer"] > by_kind["form"]:
         return None
     return (
-        f"WEIGHTS: form alone earns {by_kind['form']:g}, the right answer {by_kind['answer']:g}. "
+        f"WEIGHTS: form alone earns {by_kind['form']:g}, the correct answer {by_kind['answer']:g}. "
         "Give the answer more weight than everything that can be earned without it."
     )
 
@@ -154,9 +154,9 @@ def _tasks(arguments: argparse.Namespace) -> list[str]:
         names = load_config(arguments.config).reward.functions if arguments.config else covered
         left_out = [n for n in names if not arguments.config and _is_barred(n, arguments)]
         if left_out:
-            print(f"left out: {', '.join(left_out)} (runs the model's code; add --allow_code_execution)")
+            print(f"skipped: {', '.join(left_out)} (runs the model's code; add --allow_code_execution)")
         if own := [*filter(is_own, names)]:
-            print(f"left out: {', '.join(own)} (the suite has no cases of it)")
+            print(f"skipped: {', '.join(own)} (the suite has no cases for it)")
         return [name for name in names if name in covered and name not in left_out]
     if arguments.task not in covered:
         raise BadInput(f"unknown task {arguments.task!r}. There are all, {', '.join(covered)}.")
@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     tasks = _tasks(arguments)
     if arguments.options and len(tasks) > 1:
-        raise BadInput("--options are those of one task: name it with --task.")
+        raise BadInput("--options belong to one task: name it with --task.")
     prepared = {task: _settings(arguments, task) for task in tasks}
     results: list[Result] = []
     seconds: dict[tuple[str, str], float] = {}

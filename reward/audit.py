@@ -97,7 +97,7 @@ def _rows(file: Path) -> list[dict]:
             if number < len(lines):  # a running or killed trainer leaves a truncated last line
                 raise BadInput(f"{file}:{number} is not JSON: {error}") from None
     if not all(isinstance(row, dict) for row in rows):
-        raise BadInput(f"{file} holds something else than one JSON object a line.")
+        raise BadInput(f"{file} does not hold one JSON object per line.")
     return rows
 
 
@@ -236,11 +236,11 @@ class Pattern:
 PATTERNS = (
     Pattern(
         "copies in groups", COPIES, -1, _copies, "equal another of their group",
-        "The policy has collapsed onto one text per prompt and explores no more.",
+        "The policy has collapsed onto one text per prompt and no longer explores.",
     ),
     Pattern(
         "form without content", HOLLOW, RISE, _hollow, "are paid with an empty think or nothing before the box",
-        "The form is paid and the work has gone.",
+        "The form is rewarded, and the reasoning is gone.",
     ),
     Pattern(
         "repetition", LOOPS, -1, _loops, "are mostly repetition",
@@ -306,7 +306,7 @@ def left_out(trace: Trace) -> list[str]:
     if len(trace.late) < FEWEST_COMPLETIONS:
         missing.append(f"texts ({len(trace.late)} sampled completions; see watch.completions_every)")
     if trace.evaluation is None:
-        missing.append("held-out accuracy (no eval.json; python -m eval makes it)")
+        missing.append("held-out accuracy (no eval.json; python -m eval writes it)")
     return missing
 
 
@@ -326,7 +326,7 @@ def main(argv: list[str] | None = None) -> int:
         for example in finding.examples:
             print(f"  e.g. {example}")
     for what in missing:
-        print(f"not looked at: {what}")
+        print(f"not checked: {what}")
     print(
         f"{len(found)} of {len(TRENDS) + len(TEXTS)} signatures in {len(trace.steps)} steps and "
         f"{len(trace.late)} late completions"

@@ -32,7 +32,7 @@ STRUCTURED = ("code", "countdown")  # their reference is JSON
 BOX = "\\boxed{{{}\n}}"  # the line break keeps a trailing backslash from escaping the brace
 
 
-# "The final answer is 7." as the last sentence of a prediction; the stated part may be "7 or 8", which is no answer.
+# "The final answer is 7." as the last sentence of a prediction; the stated part may be "7 or 8", not an answer.
 _STATES = re.compile(r"(?:answer|solution|result)\s*(?:is|are|:|=)[\s:}*]*", re.IGNORECASE)
 LAST_SENTENCE = 300  # only this many characters of the last line are read, to bound the cost
 
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def sample(self) -> tuple[Message, str, Message | None]:
-        """What `explain` takes."""
+        """Arguments of `explain`: completion, reference, prompt."""
         return self.text, self.gold, self.prompt
 
 
@@ -146,7 +146,7 @@ def read_rows(path: Path, task: str) -> list[Row]:
         more = f"\n  … and {len(bad) - SHOWN:,} more" if len(bad) > SHOWN else ""
         raise BadInput(f"{len(bad):,} rows cannot be used, nothing was scored:{''.join(bad[:SHOWN])}{more}")
     if not rows:
-        raise BadInput(f"{path} has no rows. One JSON object a line: {{'gold': '7', 'prediction': '7.0'}}.")
+        raise BadInput(f"{path} has no rows. One JSON object per line: {{'gold': '7', 'prediction': '7.0'}}.")
     return rows
 
 
@@ -225,8 +225,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser("reward check", __doc__)
     parser.add_argument("file", type=Path, help="jsonl file of rows")
     parser.add_argument("--task", required=True, help=f"one of {', '.join(filter(judges, REWARDS))}")
-    parser.add_argument("--json", action="store_true", help="print one object a row, in order, and nothing else")
-    parser.add_argument("--strict", action="store_true", help="exit 1 when a verdict is not the expected one")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object per row, in order")
+    parser.add_argument("--strict", action="store_true", help="exit 1 if a verdict differs from the expected one")
     add_settings(parser)
     arguments = parser.parse_args(argv)
     if arguments.task not in filter(judges, REWARDS):
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         print(_summary(rows, found))
     wrong = [row for row, judgement in zip(rows, found, strict=True) if _disagrees(row, judgement)]
     if wrong and arguments.strict:
-        print(f"{len(wrong)} of {len(rows)} verdicts are not the expected ones", file=sys.stderr)
+        print(f"{len(wrong)} of {len(rows)} verdicts differ from the expected ones", file=sys.stderr)
         return CHECK_FAILED
     return DONE
 

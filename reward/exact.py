@@ -18,7 +18,7 @@ from reward.shape import NAME, relation_sides
 from reward.units import NOT_UNITS, SCALES, TEXT, unit_name, unit_of, without_unit
 from reward.values import approximate, formulas_equal, rounds_to
 
-MAX_ANSWER_CHARS = 4096  # a longer prediction is no answer; a longer gold is a bad row
+MAX_ANSWER_CHARS = 4096  # a longer prediction is not an answer; a longer gold is a bad row
 MAX_DIGITS = 1000
 LONG_DECIMAL = 6  # decimal places a decimal needs to stand for a fraction
 MAX_EXPONENT = 1000  # 10^1000 is a 3,300-bit integer; larger powers are left to the workers

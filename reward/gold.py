@@ -50,7 +50,7 @@ def _objects(golds: list[str]) -> dict[int, str]:
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
-            found[index] = f"the answer {gold[:60]!r} is a JSON object and no answer; name its column or take it out"
+            found[index] = f"the answer {gold[:60]!r} is a JSON object, not an answer; name its column or remove it"
     return found
 
 

@@ -49,7 +49,7 @@ def imported(name: str, key: str) -> Callable:
     if not callable(function):
         raise BadInput(f"{key} {name!r} is a {type(function).__name__}, not a function.")
     if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
-        raise BadInput(f"{key} {name!r} is async, and it is called and not awaited. Wrap it with asyncio.run.")
+        raise BadInput(f"{key} {name!r} is async, but it is called without await. Wrap it with asyncio.run.")
     return function
 
 
@@ -85,7 +85,7 @@ def checked_rewards(name: str, found: Any, count: int) -> list[float | None]:
     `CheckFailed` unless each is None or one number of magnitude at most `MOST`."""
     if isinstance(found, str | bytes | dict) or not hasattr(found, "__iter__"):
         raise CheckFailed(
-            f"reward {name!r} gave a {type(found).__name__}, and not a list with one number or None for each of "
+            f"reward {name!r} returned a {type(found).__name__}, not a list with one number or None for each of "
             f"{count} completions."
         )
     rewards: list[float | None] = []
@@ -95,13 +95,13 @@ def checked_rewards(name: str, found: Any, count: int) -> list[float | None]:
         except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several numbers
             number = None
         if number is None or isinstance(one, str | bytes):
-            raise CheckFailed(f"reward {name!r} gave {one!r:.60} for completion {place}, no number or None.")
+            raise CheckFailed(f"reward {name!r} returned {one!r:.60} for completion {place}, not a number or None.")
         if abs(number) > MOST:  # false for NaN
             raise CheckFailed(
-                f"reward {name!r} gave {number:g} for completion {place}; a reward is at most {MOST:g} in size. "
+                f"reward {name!r} returned {number:g} for completion {place}; a reward is at most {MOST:g} in size. "
                 "Return None for a completion whose reward could not be computed."
             )
         rewards.append(None if math.isnan(number) else number)
     if len(rewards) != count:
-        raise CheckFailed(f"reward {name!r} gave {len(rewards)} rewards for {count} completions.")
+        raise CheckFailed(f"reward {name!r} returned {len(rewards)} rewards for {count} completions.")
     return rewards

@@ -34,7 +34,7 @@ EXAMPLES = 5
 ADVICE = {
     "timeout": "raise reward.timeout_s if these are sound answers on a slow machine",
     "gold": "fix these reference answers",
-    "none": "see why the function itself returned None or NaN for these",
+    "none": "find out why the function returned None or NaN for these",
 }
 
 Closable = TypeVar("Closable")
@@ -331,5 +331,5 @@ class UnknownBudget:
     def _advice(self, reasons: Counter[str]) -> str:
         """Advice for these reasons, most frequent first."""
         known = [ADVICE[reason] for reason, _ in reasons.most_common() if reason in ADVICE]
-        text = "; or ".join([*known, "raise reward.max_unknown_fraction to leave such samples out"])
+        text = "; or ".join([*known, "raise reward.max_unknown_fraction to mask such samples"])
         return f"{text[0].upper()}{text[1:]}."

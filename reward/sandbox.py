@@ -184,7 +184,7 @@ class Sandbox:
     ):
         if workers < 1 or timeout_s <= 0 or memory_mib < 64:
             raise BadInput(
-                f"the code sandbox wants at least 1 worker (not {workers}), a time limit above 0 (not {timeout_s}) "
+                f"the code sandbox needs at least 1 worker (not {workers}), a time limit above 0 (not {timeout_s}) "
                 f"and at least 64 MiB of memory (not {memory_mib})."
             )
         if not sys.platform.startswith("linux"):

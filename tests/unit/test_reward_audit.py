@@ -127,9 +127,9 @@ def test_what_could_not_be_looked_at_is_said(tmp_path, capsys):
     shutil.rmtree(run.completions)
     assert main(["audit", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "not looked at: trends (fewer than 8 steps" in out
-    assert "not looked at: texts (0 sampled completions" in out
-    assert "not looked at: held-out accuracy (no eval.json" in out
+    assert "not checked: trends (fewer than 8 steps" in out
+    assert "not checked: texts (0 sampled completions" in out
+    assert "not checked: held-out accuracy (no eval.json" in out
 
 
 def test_a_line_cut_short_at_the_end_is_passed_over_and_one_in_the_middle_is_not(tmp_path):

@@ -269,7 +269,7 @@ def test_the_configured_rewards_are_attacked_and_their_weights_looked_at(tmp_pat
     out = capsys.readouterr().out
     assert {line.split()[0] for line in out.splitlines()[1:-1]} == set(functions)
     assert main(["attack", "--config", config(tmp_path, functions, [0.5, 0.5])]) == 1
-    assert "WEIGHTS: form alone earns 0.5, the right answer 0.5" in capsys.readouterr().out
+    assert "WEIGHTS: form alone earns 0.5, the correct answer 0.5" in capsys.readouterr().out
 
 
 def test_an_unknown_task_and_options_for_many_are_bad_input():

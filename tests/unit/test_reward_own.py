@@ -122,9 +122,9 @@ def test_a_name_that_leads_nowhere_is_bad_input(own, name):
     [
         ("short", "gave 1 rewards for 3 completions"),
         ("long", "gave 4 rewards for 3 completions"),
-        ("texts", "gave '1.0' for completion 0, no number or None"),
-        ("text", "gave a str, and not a list with one number or None for each of 3 completions"),
-        ("nothing", "gave a NoneType, and not a list"),
+        ("texts", "returned '1.0' for completion 0, not a number or None"),
+        ("text", "returned a str, not a list with one number or None for each of 3 completions"),
+        ("nothing", "returned a NoneType, not a list"),
         ("endless", "gave -inf for completion 1; a reward is at most 1e[+]18 in size. Return None for"),
         ("huge", "gave 1e[+]30 for completion 2"),
         ("pairs", r"gave tensor\(\[1., 1.\]\) for completion 0"),
@@ -153,7 +153,7 @@ def test_what_it_could_not_compute_is_counted_and_stops_the_run(own):
     assert reward.unknown_counts == {"none": 2}
     with pytest.raises(CheckFailed, match=r"could not be computed for 4 of the last 6 samples \(none 4\)") as error:
         reward(**BATCH)
-    assert "See why the function itself returned None" in str(error.value) and "timeout_s" not in str(error.value)
+    assert "Find out why the function returned None" in str(error.value) and "timeout_s" not in str(error.value)
     itself = own("counted", max_unknown_fraction=0.0)
     assert itself(**BATCH) == [None] * 3 and not itself.unknown_counts, "it takes the budget, so it counts by itself"
 
@@ -163,4 +163,4 @@ def test_the_attack_suite_says_that_it_has_no_cases_of_it(own, tmp_path, capsys)
     groups = ["run: {name: x}", "model: {id: m}", "train: {max_steps: 1}"]
     file.write_text("\n".join([*groups, "reward: {functions: ['kit_own_rewards:few', boxed_format]}"]))
     attack(["--config", str(file)])
-    assert "left out: kit_own_rewards:few (the suite has no cases of it)" in capsys.readouterr().out
+    assert "skipped: kit_own_rewards:few (the suite has no cases for it)" in capsys.readouterr().out
