@@ -123,7 +123,7 @@ def find_sources(run: RunDir, formats: list[str]) -> Sources:
     merged = [name for name in formats if name != "nf4"]
     if missing := unmerged(run, merged):
         raise BadInput(
-            f"not merged yet: {', '.join(str(run.merged / policy / name) for policy, name in missing)}. Make it with: "
+            f"not merged yet: {', '.join(str(run.merged / policy / name) for policy, name in missing)}. Merge with: "
             f"{merge_missing(run, missing)}"
         )
     artifacts = {(policy, name): artifact(run, policy, name) for policy in POLICIES for name in merged}

@@ -126,7 +126,7 @@ def _base_form(base: Sequence[Record], kept: np.ndarray, grpo: np.ndarray, sampl
     """How much of a gain is on completions where the base was unparseable or did not end by itself.
 
     {"share" of such completions, "gain_there", "elsewhere": {"difference", "interval"}}; the two parts add up to the
-    gain. On such completions a better answer cannot be told from a better form or from stopping; elsewhere it can.
+    gain. On such completions better answers cannot be separated from better form or stopping; elsewhere they can.
     """
     groups = [group for group, keep in zip(by_problem(base), kept, strict=True) if keep]
     parts = np.zeros((2, len(groups)))  # on malformed completions, on the others
@@ -171,7 +171,7 @@ def _estimate(base: np.ndarray, grpo: np.ndarray, samples: int, seed: int) -> di
 
 
 def _adjust(found: Iterable[dict]) -> None:
-    """Give every comparison of a family its Holm-adjusted p-value."""
+    """Add the Holm-adjusted p-value to every comparison of a family."""
     found = list(found)
     for one, adjusted in zip(found, stats.holm([one["p"] for one in found]), strict=True):
         one |= {"holm_p": adjusted, "comparisons": len(found)}
@@ -261,8 +261,8 @@ def conclude(comparison: dict, formats: Sequence[str], trained: str = GRPO) -> s
     if cautions := [f"Caution: the {name} base {note}" for name, note in noted if note]:
         lines += cautions
         lines.append(
-            "Where the base gave no readable answer or did not stop, a gain in form cannot be told from one in "
-            "solving."
+            "Where the base gave no readable answer or did not stop, a gain in form cannot be distinguished from a "
+            "gain in solving."
         )
     if not survival:
         lines.append("Survival of the gain was not measured: that needs bf16 and another format.")

@@ -97,8 +97,8 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     epilog = "Keys of the run's configuration can be given as --group.key value. The API key of the server is taken "
     epilog += "from VLLM_API_KEY or OPENAI_API_KEY."
     parser = command_parser("endpoint", __doc__, "where endpoint.json goes", epilog=epilog)
-    parser.add_argument("--url", required=True, help="of the server, with or without /v1")
-    parser.add_argument("--model", help="its name for the model; default the only one that it lists")
+    parser.add_argument("--url", required=True, help="URL of the server, with or without /v1")
+    parser.add_argument("--model", help="the server's name for the model; default the only one that it lists")
     parser.add_argument("--cell", help="what is deployed, as policy/format; default grpo/<eval.gate.format>")
     parser.add_argument("--tokenizer", type=Path, help="directory with the tokenizer; default that of --cell")
     add_problem_options(parser)

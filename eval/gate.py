@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     epilog = "Limits of the run's configuration can be given as --eval.gate.key value."
     parser = command_parser("gate", __doc__, "folder that holds eval.json", epilog=epilog)
     add_configuration(parser)
-    parser.add_argument("--dry_run", action="store_true", help="judge and print, leave the manifest as it is")
+    parser.add_argument("--dry_run", action="store_true", help="judge and print, but do not write the manifest")
     arguments, overrides = parser.parse_known_args(argv)
     run = RunDir.open(arguments.run)
     config = run_config(run, overrides, arguments.config)
@@ -185,7 +185,7 @@ def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact)
         for used in formats:
             if not (place := run.merged / policy / used).is_dir():
                 make = merge_missing(run, [(policy, used)])
-                raise BadInput(f"{place} does not exist any more. Make it with: {make}")
+                raise BadInput(f"{place} no longer exists. Merge it with: {make}")
             now = checkpoint if (policy, used) == ("grpo", name) else artifact(run, policy, used)
             check_trained(run, manifest.get("adapter_version"), {(policy, used): now})
             if (old := result["matrix"][policy][used].get("artifact_hash")) != now.hash:

@@ -122,7 +122,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--fewshot", type=Path, help="jsonl with worked answers for them; default the training file")
     parser.add_argument("--url", help="a vLLM server that holds the checkpoint, e.g. http://127.0.0.1:8000")
-    parser.add_argument("--model", help="the name it serves; default the checkpoint's path")
+    parser.add_argument("--model", help="the server's name for the model; default the checkpoint's path")
     parser.add_argument("--batch_size", type=int, default=16, help="prompts at once; with --url, requests at once")
     parser.add_argument("--lm_eval", type=Path, default=INSTALLED, help="the harness; default that of make lm_eval")
     parser.add_argument("--dry_run", action="store_true", help="check, print the harness's command, write nothing")
@@ -146,14 +146,14 @@ def find_measured(arguments: argparse.Namespace, overrides: list[str]) -> Measur
         )
     checkpoint = artifact(run, arguments.policy, name)
     if (known := result["matrix"][arguments.policy][name].get("artifact_hash")) not in (None, checkpoint.hash):
-        raise BadInput(f"{checkpoint.path} is not the one that was measured ({known}). Evaluate again.")
+        raise BadInput(f"{checkpoint.path} is not the checkpoint that was measured ({known}). Evaluate again.")
     data = DataConfig(**result["data"])
     if data.answer_format not in TEXT_FORMATS:
         raise BadInput(f"the harness's gsm8k compares numbers; data.answer_format is {data.answer_format}.")
     how = result["eval"]
     problems = held_out(data, how["max_problems"], own.data, how.get("reward"))
     if problems_hash(problems) != result.get("problems_hash"):
-        raise BadInput(f"the held-out problems are not those of {folder / 'eval.json'} any more. Evaluate again.")
+        raise BadInput(f"the held-out problems are no longer those of {folder / 'eval.json'}. Evaluate again.")
     return Measured(run, folder, arguments.policy, name, result, checkpoint.path, problems, data)
 
 
@@ -232,7 +232,7 @@ def run_harness(command: list[str], folder: Path) -> Path:
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
     if done.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-        raise CheckFailed(f"the harness ended with {done.returncode}; {log} ends with:\n{tail}")
+        raise CheckFailed(f"the harness failed (exit code {done.returncode}); {log} ends with:\n{tail}")
     results = newest_results(folder)
     if results.stat().st_mtime < started - 1:
         raise CheckFailed(f"the harness wrote no results; see {log}.")
@@ -381,7 +381,7 @@ def differences(measured: Measured, results: Results, task: str) -> list[str]:
         said.append(f"chat template's arguments: the checkpoint's defaults {defaults}; ours {asked}")
     if (raw.get("system_instruction") or None) != (data.system_prompt or None):
         said.append("system message: not the same")
-    used = str((raw.get("config") or {}).get("model_dtype") or "what the server chose").removeprefix("torch.")
+    used = str((raw.get("config") or {}).get("model_dtype") or "the server's default").removeprefix("torch.")
     if used != (mine := _dtype(measured.cell, ours)) and mine != "auto":
         said.append(f"computed in {used}; ours in {mine}")
     count = next(score.n for score in results.scores if score.task == task)

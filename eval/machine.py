@@ -1,4 +1,4 @@
-"""What figures depend on besides the run: versions of packages, the processor or the GPUs, what vLLM lacks here."""
+"""Facts about this machine that results depend on: package versions, the CPU or GPUs, kernels that vLLM lacks."""
 
 import importlib.metadata
 import os

@@ -22,7 +22,7 @@ def command_parser(command: str, description: str, out: str, **settings: Any) ->
 
 
 def add_configuration(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", help="YAML to take instead of the run's own configuration")
+    parser.add_argument("--config", help="YAML to use instead of the run's own configuration")
 
 
 def add_problem_options(parser: argparse.ArgumentParser) -> None:

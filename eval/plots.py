@@ -302,7 +302,7 @@ def distances(rows: dict[str, tuple[float | None, float | None]]) -> "Figure":
     left.set_xscale("log")
     left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
     left.minorticks_off()
-    left.set(xlabel="KL(policy ‖ checkpoint), nats a token", title="Distance to the policy")
+    left.set(xlabel="KL(policy ‖ checkpoint), nats per token", title="Distance to the policy")
     right.set(xlabel="same likeliest token, %", title="Top-1 agreement")
     _list_formats(left, names)
     for axes in (left, right):
@@ -324,7 +324,7 @@ def serving(formats: dict[str, dict]) -> "Figure":
         for axes, key in ((panels[1], "latency"), (panels[2], "ttft")):
             axes.plot(batches, [row[f"{key}_p50_s"] for row in rows], **style)
             axes.plot(batches, [row[f"{key}_p95_s"] for row in rows], color=color, linewidth=1, linestyle="--")
-    panels[0].set(title="Throughput", ylabel="output tokens a second")
+    panels[0].set(title="Throughput", ylabel="output tokens per second")
     panels[1].set(title="Latency of a request", ylabel="seconds (solid p50, dashed p95)")
     panels[2].set(title="Time to the first token", ylabel="seconds (solid p50, dashed p95)")
     ticks = sorted({row["batch"] for found in formats.values() for row in found["batches"]})
@@ -333,7 +333,7 @@ def serving(formats: dict[str, dict]) -> "Figure":
         axes.set_yscale("log")
         axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
         axes.minorticks_off()
-        axes.set_xlabel("requests at a time")
+        axes.set_xlabel("concurrent requests")
         axes.grid()
         _plain_ticks(axes)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(8, len(names)))

@@ -41,12 +41,12 @@ def check_disjoint(held_out: Sequence[Problem], training: Sequence[Problem]) -> 
     leaked = find_leaks(held_out, training)
     if leaked:
         shown = "\n".join(
-            f"  {problem.source} {'is' if whole else 'stands in'} {other.source}: {problem.question[:100]!r}"
+            f"  {problem.source} {'is' if whole else 'is inside'} {other.source}: {problem.question[:100]!r}"
             for problem, other, whole in leaked[:_SHOWN]
         )
         raise CheckFailed(
             f"{len(leaked)} of {len(held_out)} held-out problems are training problems, so their accuracy measures "
-            f"memorization:\n{shown}\nRemove them from one side, or point data.eval_path at other problems."
+            f"memorization:\n{shown}\nRemove them from one split, or point data.eval_path at other problems."
         )
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from reward.pool import WorkerPool
 
 EPILOG = """Keys of the run's configuration can be given as --group.key value. Other commands:
-  python -m eval gate --run … (promotes the checkpoint, or says which rule it misses)
+  python -m eval gate --run … (promotes the checkpoint, or prints the rule that it misses)
   python -m eval report --run … (one page on everything in the run)
   python -m eval endpoint --run … --url … (measures one deployed endpoint)
   python -m eval lm_eval --run … (lm-evaluation-harness on the same checkpoint)"""
@@ -96,10 +96,14 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--formats", nargs="+", help="columns of the matrix; default eval.formats")
     parser.add_argument("--backend", choices=("transformers", "vllm", "server"), help="default eval.backend")
     parser.add_argument("--url", nargs="+", default=[], metavar="CELL=URL", help="servers, e.g. grpo/fp8=http://…")
-    parser.add_argument("--model", nargs="+", default=[], metavar="CELL=NAME", help="for a server of several models")
-    parser.add_argument("--reuse", action="store_true", help="keep cells measured before on the same of everything")
+    parser.add_argument(
+        "--model", nargs="+", default=[], metavar="CELL=NAME", help="model of each cell, if a server has several"
+    )
+    parser.add_argument(
+        "--reuse", action="store_true", help="keep cells that were measured before under identical conditions"
+    )
     add_problem_options(parser)
-    parser.add_argument("--base", type=Path, help="the original checkpoint, when it is not where base.json says")
+    parser.add_argument("--base", type=Path, help="the original checkpoint, if it is not where base.json says")
     add_configuration(parser)
     parser.add_argument("--dry_run", action="store_true", help="check everything, load no weights")
     return parser.parse_known_args(argv)

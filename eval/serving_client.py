@@ -146,9 +146,7 @@ async def _ask(session: "aiohttp.ClientSession", url: str, prompt: list[int], ne
                 chunks += 1
     made, read = (usage or {}).get("completion_tokens"), (usage or {}).get("prompt_tokens")
     if first is None or last is None or (made, read) != (new_tokens, len(prompt)):
-        raise CheckFailed(
-            f"a request of {len(prompt)} prompt and {new_tokens} new tokens came back with {read} and {made}."
-        )
+        raise CheckFailed(f"a request of {len(prompt)} prompt and {new_tokens} new tokens returned {read} and {made}.")
     return Timing(first - sent, last - sent, chunks)
 
 

@@ -124,7 +124,7 @@ def scoring_of(config: Config) -> Scoring:
             return MATH
         if form == "any":
             raise BadInput(
-                "data.answer_format any does not define when an answer is right. Name a reward: --eval.reward "
+                "data.answer_format any does not define when an answer is correct. Name a reward: --eval.reward "
                 "module:function, or one of reward/README.md."
             )
         name = "countdown" if form == "countdown" else "code"
@@ -163,7 +163,7 @@ def _named_options(config: Config, name: str) -> dict:
             f"eval.reward: unknown reward {name!r}.{hint} There are {', '.join(REWARDS)}, or module:function."
         )
     if "completion_ids" in inspect.signature(REWARDS[name]).parameters:
-        raise BadInput(f"eval.reward {name} counts a run's tokens and says nothing about answers. Use another reward.")
+        raise BadInput(f"eval.reward {name} counts a run's tokens and does not judge answers. Use another reward.")
     _check_code(config, name, REWARDS[name])
     given = {key: value for key, value in config.reward.options.items() if key == name}
     options = checked_options(given, [name])[name]
@@ -179,7 +179,7 @@ def _check_code(config: Config, name: str, function: Callable) -> None:
     if getattr(function, "executes_code", False) and not config.reward.allow_code_execution:
         raise BadInput(
             f"{name} runs code that the model wrote. Allow it with --allow_code_execution, or in the run's YAML with "
-            "reward.allow_code_execution: true. reward/README.md says what the sandbox blocks."
+            "reward.allow_code_execution: true. reward/README.md describes what the sandbox blocks."
         )
 
 
@@ -232,7 +232,7 @@ def judge_by_reward(
     """Judge right at or above `threshold`; a reward of None (or NaN) is undecided. `CheckFailed` for non-rewards."""
     rewards, extracted = call(answers, pool)
     if len(rewards) != len(answers):
-        raise CheckFailed(f"the reward gave {len(rewards)} values for {len(answers)} completions.")
+        raise CheckFailed(f"the reward returned {len(rewards)} values for {len(answers)} completions.")
     texts = extracted or [answer.text if answer.text.strip() else None for answer in answers]
     judged = []
     for text, value in zip(texts, map(_reward, rewards), strict=True):
@@ -248,7 +248,7 @@ def _reward(value: Any) -> float | None:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise CheckFailed(f"the reward gave {value!r:.80}, expected a number or None.") from None
+        raise CheckFailed(f"the reward returned {value!r:.80}, expected a number or None.") from None
     return None if math.isnan(number) else number
 
 

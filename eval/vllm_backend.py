@@ -110,8 +110,8 @@ def failure(error: str | None, log: str, code: int) -> str:
     if found := last_error(lines):
         return found
     if code < 0:
-        return f"its process was ended by {signal.Signals(-code).name} (the kernel does that when memory runs out)"
-    return f"its process ended with {code}: {lines[-1] if lines else 'no output'}"
+        return f"its process was killed by {signal.Signals(-code).name} (the kernel does that when memory runs out)"
+    return f"its process ended with exit code {code}: {lines[-1] if lines else 'no output'}"
 
 
 def advice(reason: str) -> str:

@@ -211,7 +211,7 @@ def test_a_server_renders_the_prompt_of_the_training_or_is_told_to(thinking, mer
     assert thinking.ids in seen and len(seen) == len(thinking.problems)
     assert all(request["chat_template_kwargs"] == OFF for request in stub.measured())
     assert answers.versions["without_arguments"] == "another prompt"
-    assert "get another prompt than the policy was trained on" in capsys.readouterr().out
+    assert "get a different prompt from the policy's training" in capsys.readouterr().out
     # of the base, which takes no arguments
     serve(stub, thinking.model, takes_arguments=False)
     with pytest.raises(BadInput, match=r"into .* tokens, the checkpoint's tokenizer"):

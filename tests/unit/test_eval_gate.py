@@ -280,7 +280,7 @@ def _other_problem(run):
         (
             lambda run: shutil.rmtree(run.merged / "base" / "bf16"),
             [],
-            r"base/bf16 does not exist any more.*--format bf16",
+            r"base/bf16 no longer exists.*--format bf16",
         ),
         (
             lambda run: edit(run, "eval", "seed", value=7),

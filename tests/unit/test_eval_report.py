@@ -24,9 +24,16 @@ HOSTILE = (
 )
 HOSTILE += " $x$"
 EMPTY_TAGS = {"meta", "img", "br", "hr", "link", "input"}
-PARTS = ["Verdict", "Conclusion", "Gate", "Accuracy", "Several completions a problem", "Problems that changed, in fp8"]
+PARTS = [
+    "Verdict",
+    "Conclusion",
+    "Gate",
+    "Accuracy",
+    "Several completions per problem",
+    "Problems that changed, in fp8",
+]
 PARTS += ["Other tasks", "Training", "Weights, layer by layer", "Checkpoints against the policy", "Serving"]
-PARTS += ["Deployed endpoint", "lm-eval beside ours", "Run", "Commands"]
+PARTS += ["Deployed endpoint", "lm-eval next to ours", "Run", "Commands"]
 
 
 class Page(HTMLParser):
@@ -233,7 +240,7 @@ def test_every_part_is_there_and_the_conclusion_is_word_for_word(full):
     markdown = (full.path / "report.md").read_text()
     assert re.findall(r"^## (.*)", markdown, re.MULTILINE) == PARTS
     assert "- No loss is shown in fp8: -1.0 points." in markdown
-    assert "promoted, 2026-11-21, on another evaluation than the one shown here" in found.text
+    assert "promoted, 2026-11-21, by another evaluation than the one shown here" in found.text
     html = (full.path / "report.html").read_text()
     assert html.count("<table>") == html.count('<div class="scroll" tabindex="0"><table>') > 10
     text = (full.path / "eval.md").read_text()
@@ -265,7 +272,7 @@ def test_checkpoints_that_were_merged_again_are_told_from_those_that_were_measur
         result["matrix"]["grpo"]["fp8"]["artifact_hash"] = digest
         write_json(run.eval_file, result)
         assert report_page.main(["--run", str(run.path)]) == 0
-        told, found = "measured on other checkpoints than lie here: grpo/fp8 came later.", page(run).text
+        told, found = "measured on other checkpoints than those in the run: grpo/fp8 came later.", page(run).text
         assert (told in found) == (told in capsys.readouterr().out) == remade
         # Before a gate the rules are shown, but none of one checkpoint on a figure of another.
         assert ("The rules for this evaluation" in found) == ("KL(policy || artifact)" in found) != remade

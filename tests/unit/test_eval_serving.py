@@ -126,7 +126,7 @@ def test_completions_of_another_length_fail_the_format(run):
     write_json(run / "merged/grpo/fp8/config.json", {"vocab_size": 50, "short": True})
     write_manifest(run / "merged/grpo/fp8", "checkpoint", policy="grpo", format="fp8")
     assert serving.main(["--run", str(run), "--formats", "fp8", *SMALL]) == 1
-    assert "came back with 8 and 3" in read_json(run / "serving.json")["failed"]["fp8"]["error"]
+    assert "returned 8 and 3" in read_json(run / "serving.json")["failed"]["fp8"]["error"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

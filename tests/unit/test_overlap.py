@@ -228,7 +228,7 @@ def test_a_replica_that_fails_behind_the_update_ends_the_next_step_as_a_strict_r
 def test_a_lag_that_moves_the_policy_too_far_is_named_as_a_cause(train, replica, tmp_path):
     changes = {"data.max_train_problems": 200, "train.learning_rate": 1.0}
     # Step 1 compares equal versions; what it finds is the stand-in's own distance.
-    with pytest.raises(CheckFailed, match=r"step 2: the sampler is not the policy.* what one update changed"):
+    with pytest.raises(CheckFailed, match=r"step 2: the sampler is not the policy.* the change of one update"):
         train(tmp_path / "run", True, changes | {"rollout.max_sampler_k3": 3})
 
 

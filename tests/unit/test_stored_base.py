@@ -267,7 +267,11 @@ def test_fp8_products_are_taken_of_the_stored_codes():
 @pytest.mark.parametrize(
     ("words", "sharded", "complaint"),
     [
-        (["--policy.quantization", "fp8", "--policy.double_quantization", "false"], None, "block scales of nf4"),
+        (
+            ["--policy.quantization", "fp8", "--policy.double_quantization", "false"],
+            None,
+            "only nf4 has the block scales",
+        ),
         (["--policy.quantization", "none", "--policy.compute", "fp8"], None, "quantize its weight again"),
         (["--policy.quantization", "none", "--policy.compute", "fused"], None, None),
         (["--policy.quantization", "fp8", "--policy.compute", "fp8"], None, None),
