@@ -351,5 +351,5 @@ def test_a_loss_of_ones_own_replaces_the_formula_and_its_figures_are_averaged():
     assert found["by_row"] == pytest.approx(inputs.advantages.mean().item(), rel=1e-5)
     plain = compute_loss(inputs, settings)[1]
     assert found.keys() - {"by_token", "by_row"} == plain.read().keys()
-    with pytest.raises(ValueError, match="different figures: by_"):
+    with pytest.raises(ValueError, match="different metrics: by_"):
         figures + plain

@@ -25,7 +25,7 @@ from tests.unit.test_checks import configuration, refusal
         ("push_to_hub: true", "python -m merge --push_to_hub"),
         ("sync_ref_model: true", "the policy with its adapter off"),
         ("cast_lm_head_to_fp32: true", "model.dtype to float32"),
-        ("accelerator_config: {dispatch_batches: true}", "accelerate's part"),
+        ("accelerator_config: {dispatch_batches: true}", "how accelerate splits"),
         ("neftune_noise_alpha: 5", "would not be one model"),
         ("torch_compile: true", "policy.kernels liger"),
         ("torch_compile_backend: inductor", "policy.kernels liger"),

@@ -92,7 +92,7 @@ def test_without_servers_on_gpus_the_trainer_gets_all_and_a_cpu_launcher_none():
     [
         (URLS, GPUS[:2], r"the replicas take all 2 GPUs \(0, 1: 2 rollout.server_urls of .* 1"),
         ({"train.gpus": [0]}, GPUS[:2], r"train.gpus \(0\) and the replicas' GPUs \(0\) share 0"),
-        ({"train.gpus": [0, 1]}, ["4", "5"], r"train.gpus \(4, 5\) and the replicas' GPUs \(4\) have 4 in common"),
+        ({"train.gpus": [0, 1]}, ["4", "5"], r"train.gpus \(4, 5\) and the replicas' GPUs \(4\) share 4"),
         ({"train.gpus": [5]}, GPUS[:2], r"train.gpus names 5; CUDA shows 2 GPUs here \(0, 1\), counted from 0"),
         ({"server.gpus": [4]}, GPUS[:2], "server.gpus names 4; CUDA shows 2 GPUs"),
         ({"train.gpus": [-1]}, GPUS[:2], "train.gpus names -1"),
