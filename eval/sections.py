@@ -310,7 +310,7 @@ def lm_eval(found: Found) -> Section | None:
         return None
     header = "policy|format|measured by|examples|accuracy, %|interval|problems|minus ours|interval"
     differing: list[Block] = [Text("Where the protocols differ:"), Bullets(said)] if said else []
-    return Section("lm-eval beside ours", [_table(header, rows), *differing])
+    return Section("lm-eval next to ours", [_table(header, rows), *differing])
 
 
 def settings(found: Found) -> Section:
