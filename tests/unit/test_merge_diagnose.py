@@ -292,7 +292,7 @@ def test_the_verdict_on_the_error_says_what_the_layers_show(records, words):
         (0.2, 0.05, "most of what was learned is rounded away"),
         (0.2, 0.7, "70.0 % of it is kept."),
         (0.2, None, "below the quantization noise"),
-        (None, None, "not known"),
+        (None, None, "is unknown"),
     ],
 )
 def test_the_verdict_on_the_noise_tells_smaller_from_lost(snr, retained, words):

@@ -244,7 +244,7 @@ def test_either_side_must_be_finite_to_be_compared(side, value):
     ids = torch.tensor([[0, 1, 2, 3]])
     assert compare([scores[0]], [scores[1]], [ids]).mean_kl == 0
     scores[side][1, 2] = value
-    with pytest.raises(CheckFailed, match="not finite"):
+    with pytest.raises(CheckFailed, match="non-finite"):
         compare([scores[0]], [scores[1]], [ids])
 
 

@@ -120,14 +120,14 @@ def test_a_name_that_leads_nowhere_is_bad_input(own, name):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("short", "gave 1 rewards for 3 completions"),
-        ("long", "gave 4 rewards for 3 completions"),
+        ("short", "returned 1 rewards for 3 completions"),
+        ("long", "returned 4 rewards for 3 completions"),
         ("texts", "returned '1.0' for completion 0, not a number or None"),
         ("text", "returned a str, not a list with one number or None for each of 3 completions"),
         ("nothing", "returned a NoneType, not a list"),
-        ("endless", "gave -inf for completion 1; a reward is at most 1e[+]18 in size. Return None for"),
-        ("huge", "gave 1e[+]30 for completion 2"),
-        ("pairs", r"gave tensor\(\[1., 1.\]\) for completion 0"),
+        ("endless", "returned -inf for completion 1; a reward is at most 1e[+]18 in size. Return None for"),
+        ("huge", "returned 1e[+]30 for completion 2"),
+        ("pairs", r"returned tensor\(\[1., 1.\]\) for completion 0"),
     ],
 )
 def test_what_is_no_number_a_completion_ends_the_run_with_what_it_was(own, function, message):

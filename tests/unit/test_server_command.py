@@ -182,8 +182,8 @@ def test_a_cpu_server_gets_its_kv_cache_by_environment():
         *(
             ({"server": {"vllm": {key: 1}}}, CUDA, ["0"], reason)
             for key, reason in {
-                **{"port": "rollout.server_urls decides", "max-lora-rank": "policy.lora_rank decides"},
-                **{"no-enable-lora": "rollout.sync decides", "api_key": "VLLM_API_KEY"},
+                **{"port": "rollout.server_urls sets", "max-lora-rank": "policy.lora_rank sets"},
+                **{"no-enable-lora": "rollout.sync sets", "api_key": "VLLM_API_KEY"},
                 "hf-overrides.rope_theta": "determines the served weights",
                 "quantization_config": "which remerge repeats",
                 "enable-eplb": "experts would move between workers",
