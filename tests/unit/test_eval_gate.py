@@ -388,7 +388,7 @@ def test_what_is_not_merged_yet_is_named_one_by_one_with_a_command_that_is_not_r
     with pytest.raises(BadInput) as refused:
         find_sources(run, ["nf4", "bf16", "fp8"])
     places = ", ".join(str(run.merged / cell) for cell in ("base/bf16", "base/fp8", "grpo/fp8"))
-    assert f"not merged yet: {places}. Make it with" in str(refused.value)
+    assert f"not merged yet: {places}. Merge with" in str(refused.value)
     assert str(refused.value).endswith(" --format bf16 fp8 --overwrite")
     with pytest.raises(BadInput, match=r"--format fp8$"):
         find_sources(run, ["fp8"])

@@ -202,7 +202,7 @@ def test_a_harness_that_is_not_there_or_fails_says_what_to_do(tmp_path, recorded
         harness.harness_command(measured(tmp_path), options(tmp_path, lm_eval=tmp_path / "none"))
     with pytest.raises(BadInput, match="needs worked examples"):
         harness.harness_command(measured(tmp_path), options(tmp_path, fewshot=tmp_path / "none.jsonl"))
-    with pytest.raises(CheckFailed, match=r"ended with 3;(?s:.)*no such task"):
+    with pytest.raises(CheckFailed, match=r"exit code 3(?s:.)*no such task"):
         harness.run_harness(["sh", "-c", "echo no such task; exit 3"], tmp_path)
     with pytest.raises(BadInput, match="holds no results"):
         harness.run_harness(["true"], tmp_path / "checkpoint")

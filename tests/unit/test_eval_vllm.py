@@ -91,9 +91,12 @@ def test_seeds_hang_on_problem_and_sample_alone_and_greedy_needs_none(worker, pl
             "print('RuntimeError: Engine core initialization failed. See root cause above.'); raise SystemExit(1)",
             ["NotImplementedError: Only Cutlass FP4 is supported", "no kernel for this format", "--formats"],
         ),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", ["ended by SIGKILL", "server.max_num_seqs"]),
-        ("print('what is this'); raise SystemExit(3)", ["ended with 3: what is this", "--eval.backend transformers"]),
-        ("pass", ["ended with 0: no output"]),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", ["killed by SIGKILL", "server.max_num_seqs"]),
+        (
+            "print('what is this'); raise SystemExit(3)",
+            ["ended with exit code 3: what is this", "--eval.backend transformers"],
+        ),
+        ("pass", ["ended with exit code 0: no output"]),
     ],
 )
 def test_a_worker_that_fails_is_told_by_its_own_words_and_what_helps(worker, place, tmp_path, program, says):

@@ -245,7 +245,7 @@ def test_a_merged_checkpoint_computes_what_the_policy_computes(checkpoint, tmp_p
         (lambda config, tensors: tensors.update(narrow(tensors)), "8 experts of .* need A"),
         (
             lambda config, tensors: config.update(target_parameters=["mlp.gate.weight"]),
-            "of bare parameters only those",
+            "of bare parameters, only those",
         ),
     ],
 )

@@ -147,8 +147,8 @@ def test_awq_is_published_with_the_configuration_of_w4a16(tmp_path):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("sys.exit('out of memory')", r"exit 1.*out of memory"),
-        ("import os; os.kill(os.getpid(), 9)", "exit -9"),
+        ("sys.exit('out of memory')", r"exit code 1.*out of memory"),
+        ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
         ("shutil.copytree(request['model'], request['out'], dirs_exist_ok=True)", "left out 42 .*weight_packed"),
     ],
 )

@@ -382,6 +382,7 @@ class Shapes:
         self.shapes = {f"{name}.weight": shape for name, shape in shapes.items()}
         self.quantized = set(self.shapes)
         self.shape = self.shapes.__getitem__
+        self.config = SimpleNamespace(model_type="qwen3")
 
 
 @pytest.mark.parametrize(

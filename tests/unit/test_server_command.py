@@ -187,7 +187,7 @@ def test_a_cpu_server_gets_its_kv_cache_by_environment():
                 "hf-overrides.rope_theta": "determines the served weights",
                 "quantization_config": "which remerge repeats",
                 "enable-eplb": "experts would move between workers",
-                "enable-return-routed-experts": "rollout.routing decides",
+                "enable-return-routed-experts": "rollout.routing sets",
                 "ssl_keyfile": "the trainer asks http://host:port",
             }.items()
         ),
