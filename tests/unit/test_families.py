@@ -21,7 +21,7 @@ from tests.unit.families import FAMILIES, OTHERS, family_config, make_family, sh
 
 # Those with a path of their own: layers that are no torch.nn.Linear; a buffer; no positions and no sdpa.
 IN_CI = ("falcon", "apertus", "bloom")
-SECTION = (ROOT / "recipes" / "README.md").read_text().split("\n## Models\n")[1].split("\n## ")[0]
+SECTION = (ROOT / "recipes" / "README.md").read_text().split("\n## Models\n")[1].split("\n### ")[0]
 ROWS = {
     line.split("`")[1]: line
     for line in SECTION.splitlines()
