@@ -207,7 +207,7 @@ def describe_plan(config: Config, problems: int, processes: int) -> str:
             f"run       {config.run.name} -> {config.run.directory}",
             f"base      {describe_base(config)}",
             f"adapter   LoRA rank {config.policy.lora_rank}, alpha {config.policy.lora_alpha}, "
-            f"{config.policy.adapter_dtype}, on {config.policy.target_modules}",
+            f"{config.policy.adapter_dtype}, on {config.policy.target_modules}{describe_experts(config)}",
             *describe_adapter_type(config),
             describe_step(config, problems, processes),
             f"loss      {train.loss or train.loss_type}, beta {train.beta}, learning rate {train.learning_rate}",
@@ -216,6 +216,12 @@ def describe_plan(config: Config, problems: int, processes: int) -> str:
             f"rewards   {', '.join(config.reward.functions)}",
         ]
     )
+
+
+def describe_experts(config: Config) -> str:
+    """What the plan's line of the adapter says of routed experts, where `policy.expert_rank` is set."""
+    rank = config.policy.expert_rank
+    return "" if rank is None else f"; experts {f'rank {rank}' if rank else 'none'}"
 
 
 def describe_adapter_type(config: Config) -> list[str]:

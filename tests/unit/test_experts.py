@@ -18,6 +18,7 @@ from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
 from kit.policy.kept_weights import keeping_weights
 from kit.policy.load import adapted_layers, check_base, lora_config
 from kit.policy.recompute import use_recompute
+from kit.train.setup import describe_experts
 from kit.weights.experts import FrozenExperts, experts_of
 from kit.weights.frozen_base import BaseCheckpoint, carried_hashes, hash_base, load_base, load_frozen
 from kit.weights.layout import expert_matrices
@@ -131,6 +132,13 @@ def test_the_base_of_every_family_is_read_hashed_and_computed_alike_everywhere(c
     base = BaseCheckpoint(checkpoint, facts)
     assert torch.allclose(scores(model), scores(plain_model(base)), atol=2e-5)
     assert hash_base(load_base(base, "cpu"))["hash"] == facts["hash"]
+
+
+def test_the_plan_names_the_rank_of_experts():
+    ranks = {"8": "; experts rank 8", "0": "; experts none"}
+    for rank, text in ranks.items():
+        assert describe_experts(load_config(CONFIG, ["--policy.expert_rank", rank])) == text
+    assert describe_experts(load_config(CONFIG, [])) == ""
 
 
 def test_few_tokens_dequantize_only_the_experts_that_they_take(qwen, monkeypatch):
