@@ -318,7 +318,7 @@ def load_base(config: Config, run: RunDir, tokenizer: Any, model_config: Any, ar
     with loading_whole(arguments):
         rollout = make_rollout(config, tokenizer, model_config, run)
         base = load_policy_base(config)
-    facts = record_base(base, run, config, write=False)
+        facts = record_base(base, run, config, write=False)
     check_adapter_base(config, facts["hash"])
     if rollout:
         rollout.check_base(facts["hash"])
