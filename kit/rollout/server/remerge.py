@@ -201,7 +201,7 @@ def language_model(model: "torch.nn.Module") -> "torch.nn.Module":
 def find_linears(model: "torch.nn.Module") -> list[Linear]:
     """Find a worker's linear layers and, for each, the Hugging Face layers that it consists of.
 
-    Of a model with other parts (a vision tower), those of the language model, by the names that it has alone.
+    In a vision-language model only the language model is searched, and names are relative to it.
     """
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
