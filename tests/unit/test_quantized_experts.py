@@ -20,7 +20,7 @@ from merge.quantize import check_experts, format_of, quantize_checkpoint
 from merge.verify import load_for_scoring
 from tests.unit.test_experts import make_experts
 
-HELD = ["fp8", "w4a16", "nvfp4a16"]
+HELD = ["fp8", "fp8_block", "w4a16", "nvfp4a16"]
 REFUSED = {
     "nf4": "bitsandbytes reads the packed weights of experts as if they were plain",
     "awq": "llm-compressor has not been tried on experts",
@@ -34,7 +34,8 @@ EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 def merged(tmp_path_factory):
     """(base, {format: checkpoint}) of a random mixture of experts."""
     folder = tmp_path_factory.mktemp("formats")
-    source = make_experts(folder / "model", moe_intermediate_size=128, hidden_size=128)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 32}
+    source = make_experts(folder / "model", **sizes)  # whole blocks of 128 x 128
     base = BaseCheckpoint(source, hash_base(load_frozen(source, "nf4", dtype="float32", device="cpu")))
     places = {"bf16": folder / "bf16", **{name: folder / name for name in HELD}}
     write_bf16(base, {}, places["bf16"], lambda _: None)
@@ -65,7 +66,7 @@ def test_only_linear_layers_and_experts_are_stored_quantized_and_the_router_stay
         stored = {one for names in checkpoint_shards(places[name]).values() for one in names}
         assert "model.layers.0.mlp.gate.weight" in stored
         assert not any(one.startswith("model.layers.0.mlp.gate.weight_") for one in stored)
-        codes = "weight" if name == "fp8" else "weight_packed"
+        codes = "weight" if name.startswith("fp8") else "weight_packed"
         assert f"{EXPERT.removesuffix('.weight')}.{codes}" in stored
         ignored = json.loads((places[name] / "config.json").read_text())["quantization_config"]["ignore"]
         # A router is a linear layer in vLLM, which would look for its scales.
