@@ -2,20 +2,26 @@
 
     python bench/experts_server.py --out server.json                   # expert ranks 0, 4, 8
     python bench/experts_server.py --layers 4 --ranks 4 --out x.json   # shorter
+    python bench/experts_server.py --ranks 4 --kv_gib 5 --out server.json \\
+        --trainer "--expert_ranks 4 --levers '{\"policy.compute\": \"fused\"}' --out step.json"
 
 Random weights (vLLM's dummy format) and random NF4 copies: the numbers of a sync do not depend on them. An adapter of
 rank 16 on attention, and of `--ranks` on every expert, is written as a file and read, folded into all layers and
 quantized, three times each, as `remerge_stage` and `remerge_activate` do it; the median counts. Tokens per second
 before any fold and after the last: 256 requests of 256 prompt and 256 new tokens. `--routing` also returns the experts
-of every token.
+of every token. `--trainer` then runs bench/experts_step.py with these arguments on the same card, and generates once
+more beside it, while the card's memory is watched.
 """
 
 import argparse
 import json
 import os
+import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -93,12 +99,56 @@ def speed(llm: Any) -> float:
     return sum(len(one.outputs[0].token_ids) for one in outputs) / (time.perf_counter() - started)
 
 
+class Watched:
+    """The lowest free memory of the card while the block runs."""
+
+    def __enter__(self) -> "Watched":
+        import torch
+
+        self.lowest, self.total = torch.cuda.mem_get_info()
+        self.ended = threading.Event()
+
+        def watch() -> None:
+            while not self.ended.wait(0.05):
+                self.lowest = min(self.lowest, torch.cuda.mem_get_info()[0])
+
+        self.thread = threading.Thread(target=watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+
+    @property
+    def peak_gib(self) -> float:
+        return (self.total - self.lowest) / 2**30
+
+
+def beside(llm: Any, arguments: str) -> dict[str, Any]:
+    """Run a trainer's steps on the server's card, generating until it ends; peak GiB of the card, and speeds."""
+    words = [sys.executable, str(Path(__file__).with_name("experts_step.py")), *shlex.split(arguments)]
+    with Watched() as card:
+        trainer = subprocess.Popen(words, env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+        speeds = []
+        while trainer.poll() is None:
+            speeds.append(speed(llm))
+    return {
+        "exit": trainer.returncode,
+        "card_peak_gib": card.peak_gib,
+        "card_gib": card.total / 2**30,
+        "tok_s": speeds,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--ranks", type=int, nargs="+", default=[0, 4, 8])
     parser.add_argument("--routing", action="store_true")
+    parser.add_argument("--kv_gib", type=float, default=None, help="KV cache; default what 60 % of the card leave")
+    parser.add_argument("--trainer", default=None, help="arguments of bench/experts_step.py, run on the same card")
     options = parser.parse_args()
     import torch
     from transformers import Qwen3MoeConfig
@@ -122,6 +172,7 @@ def main() -> None:
             enable_prefix_caching=False,
             worker_extension_cls="experts_server.RandomCopy",
             **({"enable_return_routed_experts": True} if options.routing else {}),
+            **({"kv_cache_memory_bytes": int(options.kv_gib * 2**30)} if options.kv_gib else {}),
         )
         speed(llm)
         found: dict[str, Any] = {"tok_s_before": [speed(llm) for _ in range(ROUNDS)]}
@@ -147,6 +198,10 @@ def main() -> None:
             print(f"rank {rank}: {mb:.0f} MB, read {read:.0f} ms, fold {fold:.0f} ms", flush=True)
         found["tok_s_after"] = [speed(llm) for _ in range(ROUNDS)]
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        options.out.write_text(json.dumps(found, indent=1))
+        if options.trainer:
+            torch.cuda.empty_cache()
+            found["beside"] = beside(llm, options.trainer)
         options.out.write_text(json.dumps(found, indent=1))
         print(json.dumps({key: value for key, value in found.items() if not key.startswith("rank")}), flush=True)
 

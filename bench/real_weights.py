@@ -35,6 +35,7 @@ from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed, run_command
 from kit.core.formats import FORMATS, TRAINED, check_model
 from kit.core.run_directory import RunDir, read_json, write_json
+from kit.train.mismatch import ROUTING_KEYS
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "recipes/grpo_qlora.py"
@@ -49,6 +50,7 @@ ARMS = [
 ]
 OTHER = ["--max_problems", "1319", "--eval.max_new_tokens=160"]  # for another task, in full
 ENDS = 10  # steps at each end of a run
+FIGURES = ("sampler_k3", "sampler_delta_mean", "kl", "entropy", "completion_length", *ROUTING_KEYS)
 # Servers that start at the same time cannot measure their own share of the card.
 SHARED = {"server.gpu_memory_utilization": 0.05, "server.kv_cache_gib": 2}
 
@@ -183,7 +185,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "rewards": [row["reward"] for row in rows],
         "first": mean("reward", rows[:ENDS]),
         "last": mean("reward", last),
-        **{key: mean(key, last) for key in ("sampler_k3", "sampler_delta_mean", "kl", "entropy", "completion_length")},
+        **{key: mean(key, last) for key in FIGURES},
         "truncated": [mean("truncated_fraction", rows[:ENDS]), mean("truncated_fraction", last)],
         "zero_spread": mean("zero_spread_fraction", last),
         "heldout": [row["heldout_accuracy"] for row in rows if row.get("heldout_accuracy") is not None],
@@ -193,12 +195,15 @@ def facts(run: RunDir) -> dict[str, Any]:
 
 def table_of_rewards(found: dict[str, list[dict]]) -> None:
     first = next(iter(found))
-    print("| arm | reward, first and last ten steps by seed | last ten | minus the first arm | k3 | mean Δlogp |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| arm | reward, first and last ten steps by seed | last ten | minus the first arm | k3 | mean Δlogp |", end=""
+    )
+    print(" other experts: pairs of token and layer | tokens |")
+    print("|---" * 8 + "|")
     for arm, runs in found.items():
         done = {seed: run for seed, run in enumerate(runs) if run}
         if not done:
-            print(f"| {arm} | failed | | | | |")
+            print(f"| {arm} | failed | | | | | | |")
             continue
         change = "–"
         both = [seed for seed in done if found[first][seed]]
@@ -208,7 +213,7 @@ def table_of_rewards(found: dict[str, list[dict]]) -> None:
         mean = statistics.mean(run["last"] for run in done.values())
         figures = [
             f"{statistics.mean(values):.1e}" if (values := [run[key] for run in done.values() if run[key]]) else "–"
-            for key in ("sampler_k3", "sampler_delta_mean")
+            for key in ("sampler_k3", "sampler_delta_mean", *ROUTING_KEYS)
         ]
         print(f"| {arm} | {shown} | {mean:.3f} | {change} | {' | '.join(figures)} |")
 

@@ -3,6 +3,7 @@
     python bench/remerge_weights.py                        # one GPU
     python bench/remerge_weights.py --tensor_parallel 2    # two GPUs: every worker's shard
     python bench/remerge_weights.py --experts              # two layers of Qwen3-30B-A3B's shape
+    python bench/remerge_weights.py --experts --tensor_parallel 2 --expert_parallel   # two GPUs: whole experts on each
 
 Four layers of Qwen3-8B's shape with random weights, base by `python -m merge base`, CUDA graphs on. Compares hashes of
 every linear layer's parameters on every worker: a fresh load of base + adapter against the base remerged, and the base
@@ -95,7 +96,7 @@ def prepare(work: Path, experts: bool) -> None:
         save_file({one: merged.get(one, tensors[one]) for one in names}, work / "merged" / name, {"format": "pt"})
 
 
-def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int) -> None:
+def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int, expert_parallel: bool) -> None:
     """Print one engine's hashes by worker, as one line of JSON."""
     from vllm import LLM, SamplingParams
 
@@ -111,6 +112,7 @@ def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int) -> No
         kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=False,
         tensor_parallel_size=tensor_parallel,
+        enable_expert_parallel=expert_parallel,
         worker_extension_cls="remerge_weights.Hashed",
         **options,
     )
@@ -142,10 +144,12 @@ def main() -> None:
     parser.add_argument("--tensor_parallel", type=int, default=1)
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
     parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--expert_parallel", action="store_true")
     parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        return engine(options.work, options.engine[0], options.engine[1] == "remerged", options.tensor_parallel)
+        weights, kind = options.engine
+        return engine(options.work, weights, kind == "remerged", options.tensor_parallel, options.expert_parallel)
     options.work.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(Path(__file__).parent)])
@@ -153,6 +157,7 @@ def main() -> None:
     if not (options.work / "zero").is_dir():
         prepare(options.work, options.experts)
     script = [sys.executable, __file__, "--work", str(options.work), "--tensor_parallel", str(options.tensor_parallel)]
+    script += ["--expert_parallel"] if options.expert_parallel else []
     jobs = {}
     for weights in options.weights:
         for kind in ("fresh", "remerged"):

@@ -186,6 +186,8 @@ def supervise(
     """
     import torch
 
+    if options.device != "cpu":
+        return train_rank(0, model.to(options.device), rows, options, None)
     torch.set_num_threads(1)
     if options.processes == 1:
         return train_rank(0, model, rows, options, None)
@@ -251,7 +253,7 @@ def train_rank(
     rng, started = random.Random(options.seed), time.perf_counter()
     for step in range(1, options.steps + 1):
         tokens, labels = padded_batch(rng.sample(rows, options.batch)[rank :: options.processes])
-        loss = learner(input_ids=tokens, labels=labels).loss
+        loss = learner(input_ids=tokens.to(model.device), labels=labels.to(model.device)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -285,6 +287,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--problems", type=int, default=20_000, help="training problems")
     parser.add_argument("--heldout", type=int, default=600, help="held-out problems")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="data-parallel processes")
+    parser.add_argument("--device", default="cpu", help="where it trains: cpu, with --processes, or cuda")
     parser.add_argument("--problems_only", action="store_true", help="write the problems, make no model")
     parser.add_argument("--dry_run", action="store_true", help="check the options, make nothing")
     parser.add_argument("--overwrite", action="store_true")
