@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--ranks", type=int, nargs="+", default=[0, 4, 8])
     parser.add_argument("--routing", action="store_true")
-    parser.add_argument("--kv_gib", type=float, default=None, help="KV cache; default what 60 % of the card leave")
+    parser.add_argument("--kv_gib", type=float, default=None, help="KV cache; default what 60 %% of the card leave")
     parser.add_argument("--trainer", default=None, help="arguments of bench/experts_step.py, run on the same card")
     options = parser.parse_args()
     import torch
