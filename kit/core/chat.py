@@ -84,9 +84,13 @@ def render(tokenizer: Any, conversation: list[dict], arguments: dict) -> str:
     return _apply(tokenizer, conversation, arguments, tokenize=False, add_generation_prompt=True)
 
 
-def token_ids(tokenizer: Any, conversation: list[dict], arguments: dict) -> list[int]:
-    """Token ids of `render`'s text, with nothing added. Raises `BadInput` if the template fails."""
-    encoded = _apply(tokenizer, conversation, arguments, tokenize=True, add_generation_prompt=True, return_dict=True)
+def token_ids(tokenizer: Any, conversation: list[dict], arguments: dict, **form: Any) -> list[int]:
+    """Token ids of `render`'s text, with nothing added. Raises `BadInput` if the template fails.
+
+    `form` has other arguments of `apply_chat_template`: tools, chat_template, add_generation_prompt.
+    """
+    form = {"add_generation_prompt": True} | form
+    encoded = _apply(tokenizer, conversation, arguments, tokenize=True, return_dict=True, **form)
     return list(encoded["input_ids"])
 
 

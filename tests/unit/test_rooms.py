@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kit/data": ("kit/core", "reward"),  # a row is usable when a reward can read its reference
     "kit/plan": ("kit/core",),
     "kit/policy": ("kit/core", "kit/weights"),
-    "kit/rollout": ("kit/core", "kit/weights", "kit/policy"),
+    "kit/environments": ("kit/core", "reward"),  # reward: the code sandbox
+    "kit/rollout": ("kit/core", "kit/weights", "kit/policy", "kit/environments"),
     "kit/rollout/server": ("kit/core", "kit/weights", "kit/rollout"),
     "kit/train": ("kit", "reward"),
     "merge": ("kit/core", "kit/weights", "kit/policy", "kit/data"),

@@ -21,6 +21,8 @@ from kit.core.errors import BadInput, did_you_mean
 from kit.core.format_names import read_quant_format
 
 FLAGS = ("config", "dry_run", "resume", "overwrite")  # of a recipe; suggested for a misspelled argument
+# Groups that may be given as text, and the key that it stands for.
+SHORTHANDS = {"environment": "factory"}
 # Keys that were replaced, and how to write each value now.
 REPLACED = {"train.gradient_checkpointing": {True: "train.recompute: full", False: "train.recompute: none"}}
 
@@ -33,6 +35,7 @@ def to_dict(config: Config) -> dict:
 def config_from_dict(values: dict, where: str = "config") -> Config:
     """A checked `Config` from nested dictionaries; `BadInput` lists every wrong key, type and choice at once."""
     faults: list[str] = []
+    values = _written_out(values)
     config = _build(Config, values, "", where, faults)
     if config is not None:
         config.data.chat_template_kwargs = chat.arguments_of(values)
@@ -63,6 +66,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), flags: t
 
 def resolve(values: dict, overrides: Sequence[str], where: str, flags: tuple[str, ...] = FLAGS) -> Config:
     """The checked configuration of nested dictionaries with command-line overrides; `where` names their source."""
+    values = _written_out(values)
     for key, value in _split_overrides(list(overrides), flags):
         *groups, leaf = key.split(".")
         target = values
@@ -118,6 +122,12 @@ def describe() -> str:
     return "\n".join(lines)
 
 
+def _written_out(values: dict) -> dict:
+    """`values` with the `SHORTHANDS` in them as groups."""
+    given = {group: {key: values[group]} for group, key in SHORTHANDS.items() if isinstance(values.get(group), str)}
+    return values | given
+
+
 def _names(kind: type) -> list[str]:
     return [item.name for item in dataclasses.fields(kind)]
 
@@ -161,6 +171,9 @@ def _split_overrides(arguments: list[str], flags: tuple[str, ...]) -> list[tuple
     pairs, known = [], leaves()
     while arguments:
         argument = arguments.pop(0)
+        for group, leaf in SHORTHANDS.items():
+            if argument.partition("=")[0] == f"--{group}":
+                argument = f"--{group}.{leaf}{argument.removeprefix(f'--{group}')}"
         if not argument.startswith("--") or "." not in argument.split("=")[0]:
             hint = did_you_mean(argument, {f"--{flag}" for flag in flags} - {argument})
             raise BadInput(f"unknown argument {argument}.{hint or ' Keys are given as --group.key value.'}")

@@ -223,6 +223,41 @@ class RewardConfig:
 
 
 @dataclass(kw_only=True)
+class EnvironmentConfig:
+    factory: str | None = _option(
+        None,
+        "module:callable that makes an environment by TRL's contract, or openenv, verifiers (kit/environments); "
+        "`environment: module:callable` is short for it",
+    )
+    options: dict[str, Any] = _option({}, "keyword arguments of the factory")
+    tools: list[str] = _option([], "functions that the model may call, as module:function, or python")
+    max_turns: int = _option(8, "turns of the model in an episode", FROM_1)
+    max_turn_tokens: int | None = _option(
+        None,
+        "tokens of one turn; null: what is left of rollout.max_completion_length, which bounds the episode",
+        FROM_1,
+    )
+    max_observation_tokens: int | None = _option(
+        None, "tokens of one answer of a tool or environment, which is cut there; null: what is left", FROM_1
+    )
+    tool_timeout_s: float = _option(10.0, "longest wait for one call of a tool", ABOVE_0)
+    episode_timeout_s: float = _option(
+        120.0, "longest time that an episode may spend in its environment, without the model's turns", ABOVE_0
+    )
+    on_tool_error: Literal["observe", "unknown"] = _option(
+        "observe",
+        "a call that raises, or takes too long: the model reads the error, or the episode's reward is unknown",
+    )
+    max_unknown_fraction: float = _option(0.02, "stop when more episodes than this are unknown", SHARE)
+    allow_code_execution: bool = _option(False, "let the tool python run the model's code, in a sandbox")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether completions are episodes of an environment or with tools."""
+        return self.factory is not None or bool(self.tools)
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     id: str | None = _option(None, "hub id of the problem set, e.g. openai/gsm8k")
     config: str | None = _option(None, "hub configuration name, e.g. main")
@@ -382,6 +417,7 @@ class Config:
     policy: PolicyConfig
     rollout: RolloutConfig
     server: ServerConfig
+    environment: EnvironmentConfig
     reward: RewardConfig
     data: DataConfig
     train: TrainConfig
