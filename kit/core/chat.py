@@ -89,8 +89,8 @@ def token_ids(tokenizer: Any, conversation: list[dict], arguments: dict, **form:
 
     `form` has other arguments of `apply_chat_template`: tools, chat_template, add_generation_prompt.
     """
-    form = {"add_generation_prompt": True} | form
-    encoded = _apply(tokenizer, conversation, arguments, tokenize=True, return_dict=True, **form)
+    form = dict(tokenize=True, add_generation_prompt=True, return_dict=True) | form
+    encoded = _apply(tokenizer, conversation, arguments, **form)
     return list(encoded["input_ids"])
 
 
