@@ -20,11 +20,11 @@ from kit.core.limits import VLLM_BELOW, VLLM_FROM
 from kit.core.run_directory import RunDir, base_directory, read_json
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.gpu_memory import free_gpu_cache
-from kit.rollout.dispatch import Dispatcher, GenerationFailed
+from kit.rollout.generation import Generation
 from kit.rollout.overlap import Ahead
 from kit.rollout.policy_view import PolicyView, Processes, Report, Rollouts
-from kit.rollout.protocol import PROTOCOL, Info, Sampling
-from kit.rollout.replica import Replica, ReplicaError, Sample, ask_all, is_tested_vllm
+from kit.rollout.protocol import PROTOCOL, Info
+from kit.rollout.replica import Replica, ReplicaError, ask_all, is_tested_vllm
 from kit.rollout.sync import START, AdapterSync, restart_hint, start_hint
 
 FIRST_ANSWER_S = 5.0  # timeout of one request while a replica starts
@@ -45,7 +45,6 @@ class ServerRollout:
         self.sync = AdapterSync(self.replicas, config, run)
         self._ahead: Ahead | None = None
         self._infos: dict[str, Info] = {}
-        self._dispatcher: Dispatcher | None = None
         self._served: int | None = None  # the same in every process
         self._may_be_asleep = False
         self._silent: set[str] = set()
@@ -68,12 +67,6 @@ class ServerRollout:
             if file.is_file():
                 self.check_base(read_json(file)["hash"], str(file))
                 break
-        group = self.config.rollout.group_size
-        capacity = [max(1.0, info["max_num_seqs"] / group) for info in self._infos.values()]
-        rollout = self.config.rollout
-        self._dispatcher = Dispatcher(
-            self.replicas, capacity, rollout.retries, rollout.max_in_flight, rollout.request_timeout_s
-        )
         self._may_be_asleep = any(info["asleep"] for info in self._infos.values())
 
     def check_base(self, base_hash: str, source: str = "the trainer's base") -> None:
@@ -370,76 +363,27 @@ class ServerRollout:
 
     def _generate_groups(self, prompt_ids: list[list[int]], stop: list[int], group: int | None = None) -> list[tuple]:
         """(token ids, log-probs, experts or None) of every completion."""
-        rollout = self.config.rollout
-        group = group or rollout.group_size
+        group = group or self.config.rollout.group_size
         prompts = prompt_ids[::group]
         if any(prompt_ids[i] != prompts[i // group] for i in range(len(prompt_ids))):
             raise CheckFailed("the prompts of a group differ: the trainer's sampler no longer repeats each prompt.")
-        sampling: Sampling = {
-            "n": group,
-            "max_tokens": rollout.max_completion_length,
-            "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
-        }
-        session, served, has_experts = self.sync.session, self.sync.served, rollout.routing != "own"
-
-        def ask(replica: Replica, request_id: str, prompt: list[int]) -> list[Sample]:
-            version, samples = replica.generate(
-                request_id,
-                prompt,
-                **sampling,
-                stop_token_ids=list(stop),
-                session=session,
-                version=served,
-                routing=has_experts,
-            )
-            if version != served:
-                raise CheckFailed(
-                    f"{replica.url} sampled from adapter version {version}, version {served} was asked for."
-                )
-            lengths = [(len(sample.token_ids), len(sample.logprobs)) for sample in samples]
-            if len(samples) != group or any(not 0 < ids == logps <= sampling["max_tokens"] for ids, logps in lengths):
-                reason = f"{len(samples)} samples for n = {group}, of (token ids, log-probs) {lengths[:8]}"
-                raise ReplicaError(
-                    replica.url, "generate", f"the answer is not what was asked for: {reason}", retry=False
-                )
-            if has_experts and (fault := experts_fault(samples, len(prompt))):
-                raise ReplicaError(replica.url, "generate", fault, retry=False)
-            return samples
-
-        try:
-            groups = self._dispatcher.run(prompts, ask, f"{session}-v{served}")
-        except GenerationFailed as failed:
-            url = failed.errors[-1].url
-            raise CheckFailed(
-                f"the rollout server at {url} failed on a prompt of {failed.prompt_tokens} tokens, attempt "
-                f"{len(failed.errors)} of at most {1 + rollout.retries}: {failed}. "
-                + restart_hint(self.run, {error.url for error in failed.errors})
-            ) from None
         return [
             (sample.token_ids.tolist(), sample.logprobs.tolist(), sample.experts)
-            for samples in groups
+            for samples in self._generation(stop).groups(prompts, group)
             for sample in samples
         ]
+
+    def _generation(self, stop: list[int]) -> Generation:
+        """Requests of the version that the replicas serve; `stop` ends a completion."""
+        at_once = [self._infos[replica.url]["max_num_seqs"] for replica in self.replicas]
+        facts = self.config.rollout, self.run, self.sync.session, self.sync.served, stop
+        return Generation(self.replicas, at_once, *facts)
 
     def _all_or_fail(self, call: Callable[[Replica], Any], what: str) -> None:
         failed = ask_all(self.replicas, call, probe=what)[1]
         self._silent |= {url for url, error in failed.items() if error.status is None}
         for url, error in failed.items():
             raise CheckFailed(f"the replica at {url} did not {what}: {error.text}. " + restart_hint(self.run, [url]))
-
-
-def experts_fault(samples: list[Sample], prompt_tokens: int) -> str | None:
-    """Why the experts of samples of a prompt cannot be compared or replayed; None if they can."""
-    for sample in samples:
-        if sample.experts is None:
-            return (
-                "the answer has no experts, which rollout.routing asks for. Start the server with this configuration"
-            )
-        if len(sample.experts) != (wanted := prompt_tokens + len(sample.token_ids) - 1):
-            return f"the answer has experts of {len(sample.experts)} tokens, the model read {wanted}"
-    return None
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from kit.policy.load import check_base
 from kit.policy.packed.packing import packed_logps
 from kit.policy.recompute import use_recompute
 from kit.policy.routing import UNKNOWN, Routing, routed, use_routing, weights_of
-from kit.rollout.client import experts_fault
+from kit.rollout.generation import experts_fault
 from kit.rollout.protocol import decode_experts, encode_experts
 from kit.rollout.replica import Sample
 from kit.train.mismatch import routing_figures

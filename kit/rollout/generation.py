@@ -1,0 +1,105 @@
+"""Generate requests to the replicas: what is asked for, and which answers are accepted.
+
+A group is one request of n completions. Every answer must be of the version that was asked for.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from kit.core.config.schema import RolloutConfig
+from kit.core.errors import CheckFailed
+from kit.core.run_directory import RunDir
+from kit.rollout.dispatch import Ask, Dispatcher, GenerationFailed
+from kit.rollout.protocol import Sampling
+from kit.rollout.replica import Replica, ReplicaError, Sample
+from kit.rollout.sync import restart_hint
+
+
+class Generation:
+    """Requests of one adapter version, the one that `session` serves on all replicas.
+
+    `at_once[i]` is the number of completions that replica i generates at once.
+    """
+
+    def __init__(
+        self,
+        replicas: list[Replica],
+        at_once: list[int],
+        rollout: RolloutConfig,
+        run: RunDir,
+        session: str,
+        version: int,
+        stop: list[int],
+    ):
+        self.replicas, self.at_once, self.rollout, self.run = replicas, at_once, rollout, run
+        self.session, self.version, self.stop = session, version, [*stop]
+        self.name = f"{session}-v{version}"
+
+    def groups(self, prompts: list[list[int]], n: int) -> list[list[Sample]]:
+        """Return `n` completions of each prompt; `CheckFailed` if a replica fails for good."""
+        with self._failure_named():
+            return self._dispatcher(n).run(prompts, self._ask(n, self.rollout.max_completion_length), self.name)
+
+    def _dispatcher(self, n: int) -> Dispatcher:
+        capacity, rollout = [max(1.0, most / n) for most in self.at_once], self.rollout
+        return Dispatcher(self.replicas, capacity, rollout.retries, rollout.max_in_flight, rollout.request_timeout_s)
+
+    def _ask(self, n: int, max_tokens: int) -> Ask:
+        rollout, has_experts = self.rollout, self.rollout.routing != "own"
+        sampling: Sampling = {
+            "n": n,
+            "max_tokens": max_tokens,
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+        }
+
+        def ask(replica: Replica, request_id: str, prompt: list[int]) -> list[Sample]:
+            version, samples = replica.generate(
+                request_id,
+                prompt,
+                **sampling,
+                stop_token_ids=self.stop,
+                session=self.session,
+                version=self.version,
+                routing=has_experts,
+            )
+            if version != self.version:
+                raise CheckFailed(
+                    f"{replica.url} sampled from adapter version {version}, version {self.version} was asked for."
+                )
+            lengths = [(len(sample.token_ids), len(sample.logprobs)) for sample in samples]
+            if len(samples) != n or any(not 0 < ids == logps <= max_tokens for ids, logps in lengths):
+                reason = f"{len(samples)} samples for n = {n}, of (token ids, log-probs) {lengths[:8]}"
+                raise ReplicaError(
+                    replica.url, "generate", f"the answer is not what was asked for: {reason}", retry=False
+                )
+            if has_experts and (fault := experts_fault(samples, len(prompt))):
+                raise ReplicaError(replica.url, "generate", fault, retry=False)
+            return samples
+
+        return ask
+
+    @contextlib.contextmanager
+    def _failure_named(self) -> Iterator[None]:
+        try:
+            yield
+        except GenerationFailed as failed:
+            url = failed.errors[-1].url
+            raise CheckFailed(
+                f"the rollout server at {url} failed on a prompt of {failed.prompt_tokens} tokens, attempt "
+                f"{len(failed.errors)} of at most {1 + self.rollout.retries}: {failed}. "
+                + restart_hint(self.run, {error.url for error in failed.errors})
+            ) from None
+
+
+def experts_fault(samples: list[Sample], prompt_tokens: int) -> str | None:
+    """Why the experts of samples of a prompt cannot be compared or replayed; None if they can."""
+    for sample in samples:
+        if sample.experts is None:
+            return (
+                "the answer has no experts, which rollout.routing asks for. Start the server with this configuration"
+            )
+        if len(sample.experts) != (wanted := prompt_tokens + len(sample.token_ids) - 1):
+            return f"the answer has experts of {len(sample.experts)} tokens, the model read {wanted}"
+    return None
