@@ -52,6 +52,7 @@ STORIES = [
     "{who} had {a} {what} and got {b}. How many {what} in all?",
     "There are {a} {what} here and {b} there. How many in all?",
 ]
+Row = tuple[list[int], list[bool]]  # token ids, and which of them are learned
 # Shares of the three kinds of demonstration: worked and boxed, worked without a box, a boxed guess.
 CAREFUL, UNBOXED = 0.40, 0.25
 
@@ -165,20 +166,19 @@ def make_model(
     return model
 
 
-def encode(tokenizer: "PreTrainedTokenizerFast", problems: list[dict], rng: random.Random) -> list[tuple[list, int]]:
-    """(token ids, prompt length) of every problem with its demonstration and stop token."""
-    rows = []
+def encode(tokenizer: "PreTrainedTokenizerFast", problems: list[dict], rng: random.Random) -> list[Row]:
+    """Token ids of every problem with its demonstration and stop token; the prompt carries no loss."""
+    rows: list[Row] = []
     for row in problems:
         messages = [{"role": "user", "content": row["question"]}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = tokenizer(prompt)["input_ids"]
-        rows.append((ids + tokenizer(demonstrate(row, rng))["input_ids"] + [tokenizer.eos_token_id], len(ids)))
+        shown = tokenizer(demonstrate(row, rng))["input_ids"] + [tokenizer.eos_token_id]
+        rows.append((ids + shown, [False] * len(ids) + [True] * len(shown)))
     return rows
 
 
-def supervise(
-    model: "Qwen3ForCausalLM | Qwen3MoeForCausalLM", rows: list[tuple[list, int]], options: argparse.Namespace
-) -> None:
+def supervise(model: "Qwen3ForCausalLM | Qwen3MoeForCausalLM", rows: list[Row], options: argparse.Namespace) -> None:
     """Train on the completions, data-parallel over `--processes` processes of one thread each.
 
     Two processes of one thread learn nearly twice as fast as one of two threads at this size, and do not stall when
@@ -214,8 +214,8 @@ def supervise(
         model.load_state_dict(torch.load(Path(folder) / "weights.pt"))
 
 
-def padded_batch(rows: list[tuple[list[int], int]]) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Token ids and labels (B, T) of (ids, length of the prompt) rows; prompts and padding carry no loss.
+def padded_batch(rows: list[Row]) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Token ids and labels (B, T) of the rows; tokens that are not learned and padding carry no loss.
 
     Padded positions come after every label, so a causal model needs no attention mask here.
     """
@@ -224,16 +224,16 @@ def padded_batch(rows: list[tuple[list[int], int]]) -> "tuple[torch.Tensor, torc
     width = max(len(ids) for ids, _ in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     labels = torch.full((len(rows), width), -100)
-    for index, (ids, prompt_length) in enumerate(rows):
+    for index, (ids, learned) in enumerate(rows):
         tokens[index, : len(ids)] = torch.tensor(ids)
-        labels[index, prompt_length : len(ids)] = torch.tensor(ids[prompt_length:])
+        labels[index, : len(ids)] = torch.where(torch.tensor(learned), torch.tensor(ids), -100)
     return tokens, labels
 
 
 def train_rank(
     rank: int,
     model: "Qwen3ForCausalLM | Qwen3MoeForCausalLM",
-    rows: list,
+    rows: list[Row],
     options: argparse.Namespace,
     folder: str | None,
 ) -> None:

@@ -1,0 +1,1 @@
+"""Environments of the recipes: plain classes that TRL's `environment_factory` takes too."""
