@@ -26,7 +26,15 @@ CARD = "README.md"
 WINDOW = 10  # steps averaged in a mean of the training metrics
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "safetensors", "compressed-tensors")
-LOSS = ("train.loss_type", "train.loss", "train.beta", "train.epsilon", "train.epsilon_high", "rollout.correction")
+LOSS: tuple[str, ...] = (
+    "train.loss_type",
+    "train.loss",
+    "train.beta",
+    "train.kl_in_reward",
+    "train.epsilon",
+    "train.epsilon_high",
+)
+LOSS += ("train.delta", "train.importance_sampling_level", "train.entropy_coef", "rollout.correction")
 TEACHER = ("distill.teacher", "distill.teacher_adapter")
 DISTILLATION = (*TEACHER, "distill.divergence", "distill.temperature")
 RECIPE = (

@@ -1,8 +1,8 @@
 """GRPO on an NF4 base with a LoRA adapter; the KL reference is the same model with the adapter off.
 
 The base is quantized once and never written again: its bytes are hashed before the first step and after the last.
-Only the adapter learns, only the adapter is saved. Losses: Dr. GRPO, DAPO, GRPO (`train.loss_type`) or one of your own
-(`train.loss`, kit/README.md). A step:
+Only the adapter learns, only the adapter is saved. Losses: Dr. GRPO, DAPO, GRPO, GSPO, CISPO, SAPO (`train.loss_type`)
+or one of your own (`train.loss`, kit/README.md). A step:
 
     sample     `rollout.group_size` completions of each problem, by the policy in this process or by vLLM servers that
                hold the same base, dequantized, and load the adapter before each step; a canary batch scored by trainer

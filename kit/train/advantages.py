@@ -44,6 +44,16 @@ def group_advantages(
     return advantages.nan_to_num(nan=0.0).masked_fill(flat.repeat_interleave(group_size), 0.0), flat
 
 
+def subtract_kl(
+    rewards: torch.Tensor, weights: torch.Tensor, kl: torch.Tensor, beta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards (N, functions + 1) and weights whose weighted sum is the reward minus `beta` times the completion's KL
+    (N,). A completion without any reward gets none."""
+    cost = (-kl).masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    beta_weight = torch.tensor([beta], dtype=weights.dtype, device=weights.device)
+    return torch.cat([rewards, cost[:, None].to(rewards)], dim=1), torch.cat([weights, beta_weight])
+
+
 def find_flat_groups(
     rewards: torch.Tensor, weights: torch.Tensor, group_size: int, are_summed: bool = True
 ) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """The losses of GRPO as pure functions: tensors in, a loss and its metrics out. No trainer, no processes, no files.
 
     r = π(token) / π_old(token)                              `policy_ratio`; GSPO has one for a whole sequence
-    s = -min(min(r, δ) A, clip(r, 1 - ε, 1 + ε_high) A)      no δ unless `train.trl.delta` is set
+    s = -min(min(r, δ) A, clip(r, 1 - ε, 1 + ε_high) A)      no δ unless `train.delta` is set
+    s = -min(r, ε_high) A log π(token)                       `cispo`: no gradient through the ratio
+    s = -4/τ σ(τ (r - 1)) A                                  `sapo`: a soft gate instead of a clip
     each = s · π_old(token) / π_sampler(token) + β k3        `sampler_ratio`, `kl_to_reference`
     loss = Σ each / N                                        `dr_grpo`, `dapo` and `grpo` differ in N
 
@@ -31,6 +33,8 @@ class LossSettings:
     epsilon_high: float = 0.2  # and above 1 + epsilon_high
     delta: float | None = None  # upper bound of the ratio where the advantage is negative
     importance_sampling_level: str = "token"  # or sequence (GSPO)
+    sapo_temperature_pos: float = 1.0  # sharpness of SAPO's gate where the advantage is positive
+    sapo_temperature_neg: float = 1.05  # and elsewhere
     bias_corrected_kl: bool = False  # weight the KL by the ratio
     off_policy_threshold: float | None = None  # drop sequences of negative advantage beyond it, nats per token
     top_entropy_quantile: float = 1.0  # learn from this share of the tokens, those of the highest entropy
@@ -78,11 +82,33 @@ def dapo(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
 
 def grpo(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
     """GRPO (arXiv 2402.03300, equation 3): Σ_rows (Σ_tokens each / tokens of the row) / rows."""
-    of_rows = (clipped_loss(inputs, settings) * inputs.mask).sum(dim=1)  # (b,)
+    return _mean_of_rows(clipped_loss(inputs, settings), inputs)
+
+
+def cispo(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
+    """CISPO (arXiv 2506.13585, equation 4): `dapo` with -min(r, ε_high) A log π(token), where the capped ratio has no
+    gradient, so every token keeps one. ε_high is the cap itself, not a distance from 1."""
+    weight = policy_ratio(inputs, settings).clamp(max=settings.epsilon_high).detach()
+    each = token_loss(-weight * inputs.advantages[:, None] * inputs.logps, inputs, settings)
+    return (each * inputs.mask).sum() / inputs.step_tokens
+
+
+def sapo(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
+    """SAPO (arXiv 2511.20347, equation 5): `grpo` with -4/τ σ(τ (r - 1)) A, which fades out smoothly instead of
+    clipping. τ depends on the sign of the advantage."""
+    advantages = inputs.advantages[:, None]
+    sharp = torch.full_like(advantages, settings.sapo_temperature_neg)
+    sharp = sharp.masked_fill(advantages > 0, settings.sapo_temperature_pos)  # (b, 1)
+    gate = torch.sigmoid(sharp * (policy_ratio(inputs, settings) - 1)) * 4 / sharp
+    return _mean_of_rows(token_loss(-gate * advantages, inputs, settings), inputs)
+
+
+def _mean_of_rows(each: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    of_rows = (each * inputs.mask).sum(dim=1)  # (b,)
     return (of_rows / inputs.mask.sum(dim=1).clamp(min=1.0)).sum() / inputs.step_rows
 
 
-LOSSES: dict[str, LossFunction] = {"dr_grpo": dr_grpo, "dapo": dapo, "grpo": grpo}
+LOSSES: dict[str, LossFunction] = {"dr_grpo": dr_grpo, "dapo": dapo, "grpo": grpo, "cispo": cispo, "sapo": sapo}
 
 
 def clipped_loss(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
@@ -95,6 +121,12 @@ def clipped_loss(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
     ratio = policy_ratio(inputs, settings)  # (b, C) or (b, 1)
     clipped = ratio.clamp(1 - settings.epsilon, 1 + settings.epsilon_high)
     each = -torch.min(_bounded(ratio, settings) * advantages, clipped * advantages)
+    return token_loss(each, inputs, settings)
+
+
+def token_loss(each: torch.Tensor, inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
+    """A surrogate loss (b, C) or (b, 1) without the tokens that the settings exclude, times the sampler's correction,
+    plus the KL to the reference."""
     if settings.off_policy_threshold is not None:
         each = each * near_policy(inputs, settings.off_policy_threshold)
     if inputs.entropy_threshold is not None:
@@ -168,8 +200,11 @@ def entropy_threshold(entropies: torch.Tensor, top_quantile: float) -> torch.Ten
 
 
 def entropy_bonus(inputs: LossInputs) -> torch.Tensor:
-    """Mean entropy of the tokens that the policy learns from, times the micro-batch's share of the step's rows."""
-    mask = inputs.mask if inputs.entropy_threshold is None else inputs.mask * high_entropy(inputs)
+    """A micro-batch's part of the step's mean entropy, nats per token. With an `entropy_threshold`, whose number of
+    tokens is known per micro-batch only, its mean over those tokens, times its share of the step's rows."""
+    if inputs.entropy_threshold is None:
+        return (inputs.entropies * inputs.mask).sum() / inputs.step_tokens
+    mask = inputs.mask * high_entropy(inputs)
     mean = (inputs.entropies * mask).sum() / mask.sum().clamp(min=1.0)
     return mean * (len(mask) / inputs.step_rows)
 
@@ -195,9 +230,11 @@ class LossFigures:
     def read(self) -> dict[str, float]:
         """{TRL's name: value}."""
         sums, counts = self.totals.unbind(dim=1)
-        means = (sums / counts.where(counts > 0, 1.0)).tolist()
+        found = dict(zip(self.names, (sums / counts.where(counts > 0, 1.0)).tolist(), strict=True))
+        if "clip_ratio/low_mean" not in found:  # cispo, sapo
+            return found
         low, high = _join_extremes(self.extremes.view(-1, 2)).tolist()  # of several processes, if gathered
-        return dict(zip(self.names, means, strict=True)) | {"clip_ratio/low_min": low, "clip_ratio/high_max": high}
+        return found | {"clip_ratio/low_min": low, "clip_ratio/high_max": high}
 
 
 def _join_extremes(extremes: torch.Tensor) -> torch.Tensor:
@@ -232,8 +269,11 @@ def measure_loss(
     high = ((ratio > 1 + settings.epsilon_high) & (advantages > 0)).float()
     found = {"kl": total(weighted_kl(inputs, settings))} if settings.beta else {}
     found["entropy"] = total(inputs.entropies)
-    for name, values in (("low", low), ("high", high), ("region", low + high)):
-        found[f"clip_ratio/{name}_mean"] = total(values)
+    if settings.loss_type == "cispo":
+        found["cispo_clip_ratio"] = total(((ratio > settings.epsilon_high) & (advantages > 0)).float())
+    elif settings.loss_type != "sapo":
+        for name, values in (("low", low), ("high", high), ("region", low + high)):
+            found[f"clip_ratio/{name}_mean"] = total(values)
     for name, values in (others or {}).items():
         found[name] = total(values.detach() if values.dim() == 2 else values.detach()[:, None])
     extremes = _join_extremes(torch.stack([of_rows(low), of_rows(high)], dim=1))

@@ -210,7 +210,8 @@ def describe_plan(config: Config, problems: int, processes: int) -> str:
             f"{config.policy.adapter_dtype}, on {config.policy.target_modules}{describe_experts(config)}",
             *describe_adapter_type(config),
             describe_step(config, problems, processes),
-            f"loss      {train.loss or train.loss_type}, beta {train.beta}, learning rate {train.learning_rate}",
+            f"loss      {train.loss or train.loss_type}, beta {train.beta}"
+            f"{' on the KL in the reward' if train.kl_in_reward else ''}, learning rate {train.learning_rate}",
             f"rollouts  {rollout.backend}, temperature {rollout.temperature}",
             *([f"memory    {split}"] if split else []),
             f"rewards   {', '.join(config.reward.functions)}",

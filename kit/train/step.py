@@ -181,6 +181,29 @@ class PolicyStep:
             self._score_reference(parts)
             batch["ref_per_token_logps"] = torch.cat([part["ref_per_token_logps"] for part in parts])
 
+    def sampled_kl(self, batch: dict) -> torch.Tensor:
+        """KL to the reference of newly sampled rows (B,), nats per completion: the sum over its tokens of
+        log π - log π_ref, as in trl 1.16's RLOOTrainer. Logs `kl`, the mean over all tokens of the k3 of these
+        log-probs, as the loss does; it is never negative."""
+        train, rows = self.config.train, len(batch["completion_ids"])
+        size = self.arguments.per_device_train_batch_size
+        is_padded = train.micro_batch_tokens is None
+        plan = (
+            [list(range(at, min(at + size, rows))) for at in range(0, rows, size)] if is_padded else self.plan(batch)
+        )
+        parts = [take_rows(batch, rows) for rows in plan]
+        self._score_reference(parts)
+        with self.figures.timed("reference"), torch.no_grad(), self.policy.not_checkpointed(self.policy.model):
+            for part in parts:
+                logps, _ = self._logps(self.policy.model, part, compute_entropy=False)
+                part["kl"] = (logps - part["ref_per_token_logps"]) * part["completion_mask"]  # (b, C)
+        order = torch.tensor([row for part in plan for row in part]).argsort()
+        kl = torch.cat([part["kl"] for part in parts])[order]  # (B, C)
+        k3 = torch.stack([((-kl).exp() - 1 + kl).sum(), batch["completion_mask"].sum().to(kl.dtype)])
+        total, tokens = self.accelerator.reduce(k3, "sum").tolist()
+        self.metrics["kl"].append(total / max(tokens, 1.0))
+        return kl.sum(dim=1)
+
     def _score_packs(self, parts: list[dict]) -> None:
         """Add the reference's log-probs (b, C) to micro-batches of packs."""
         if self.config.train.micro_batch_tokens and self.settings.beta and "ref_per_token_logps" not in parts[0]:

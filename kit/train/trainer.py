@@ -46,7 +46,7 @@ from kit.policy.routing import use_routing
 from kit.policy.sharding import gather_adapter, prepare
 from kit.rollout.overlap import Batches, Lookahead
 from kit.rollout.policy_view import AheadSampler, Sampler
-from kit.train.advantages import group_advantages
+from kit.train.advantages import find_flat_groups, group_advantages, subtract_kl
 from kit.train.checkpoint import (
     SAVE_ERRORS,
     commit_checkpoint,
@@ -83,6 +83,7 @@ METRICS = {
     "kl": "kl",
     "entropy": "entropy",
     "clip_ratio/region_mean": "clip_fraction",
+    "cispo_clip_ratio": "clip_fraction",
     "completions/clipped_ratio": "truncated_fraction",
     "completions/mean_length": "completion_length",
     "loss": "loss",
@@ -104,9 +105,9 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         "learning_rate": train.learning_rate,
         "lr_scheduler_type": train.lr_scheduler,
         "warmup_steps": train.warmup_steps,
-        "loss_type": train.loss_type,
+        "loss_type": "grpo" if train.loss_type == "gspo" else train.loss_type,
         "scale_rewards": scale,
-        "beta": train.beta,
+        "beta": 0.0 if train.kl_in_reward else train.beta,
         "epsilon": train.epsilon,
         "epsilon_high": train.epsilon_high,
         "num_iterations": train.num_iterations,
@@ -144,6 +145,13 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     }
     if rollout.correction != "none":
         ours["vllm_importance_sampling_mode"] = rollout.correction
+    # Left at its default, such a key may also be a field of train.trl.
+    if train.delta is not None:
+        ours["delta"] = train.delta
+    if train.ratio_level != "token":
+        ours["importance_sampling_level"] = train.ratio_level
+    if train.entropy_coef:
+        ours["entropy_coef"] = train.entropy_coef
     if ours["use_cpu"]:
         # With several processes accelerate 1.15 names the device cpu:0, to which torch loads no optimizer.
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
@@ -173,6 +181,8 @@ def loss_settings(arguments: GRPOConfig, config: Config) -> LossSettings:
         epsilon_high=arguments.epsilon if arguments.epsilon_high is None else arguments.epsilon_high,
         delta=arguments.delta,
         importance_sampling_level=arguments.importance_sampling_level,
+        sapo_temperature_pos=arguments.sapo_temperature_pos,
+        sapo_temperature_neg=arguments.sapo_temperature_neg,
         bias_corrected_kl=arguments.use_bias_correction_kl,
         off_policy_threshold=arguments.off_policy_mask_threshold,
         top_entropy_quantile=arguments.top_entropy_quantile,
@@ -411,7 +421,12 @@ class PolicyTrainer(GRPOTrainer):
         rewards = self._calculate_rewards(rows, prompts, completions, made.token_ids)  # (N, functions)
         are_summed = self.multi_objective_aggregation == "sum_then_normalize"
         how = self.num_generations, self.scale_rewards, are_summed
-        advantages, flat = group_advantages(rewards, self.reward_weights, *how)
+        paid, weights = rewards, self.reward_weights
+        if self.config.train.kl_in_reward:
+            kl = accelerator.gather(self.policy_step.sampled_kl(batch))  # (N,)
+            paid, weights = subtract_kl(rewards, weights, kl, self.config.train.beta)
+        advantages, _ = group_advantages(paid, weights, *how)
+        flat = find_flat_groups(rewards, self.reward_weights, self.num_generations, are_summed)
         batch["advantages"] = advantages[accelerator.process_index * len(rows) :][: len(rows)]
         log_rewards(metrics, self.reward_func_names, rewards, self.reward_weights)
         log_pending(metrics, self._pending_metrics, accelerator)
@@ -510,7 +525,8 @@ class PolicyTrainer(GRPOTrainer):
         others = sum(seconds.get(name, 0.0) for name in ("rollout", "reward", "heldout", "reference", "teacher"))
         seconds["update"] = max(0.0, seconds["step"] - others)
         mine.peak_gib["update"] = peak_gib()
-        counts, means = mine.counts, {ours: logs.get(theirs) for theirs, ours in METRICS.items()}
+        counts, means = mine.counts, dict.fromkeys(METRICS.values())
+        means |= {ours: logs[theirs] for theirs, ours in METRICS.items() if theirs in logs}
         if self.config.train.mask_truncated and means["truncated_fraction"] == 1:
             means |= dict.fromkeys(("kl", "entropy", "clip_fraction"))  # TRL's means over no token are 0
         generation_s = seconds["rollout"] + seconds.get("rollout_hidden", 0.0)

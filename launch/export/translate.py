@@ -97,6 +97,13 @@ def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
         found.append(f"reward.functions names {own[0]}: the export knows the kit's own rewards only. Leave it out.")
     if train.loss is not None:
         found.append(f"train.loss is {train.loss}: verl has its own losses only. Leave it out.")
+    if train.loss_type not in LOSS or train.trl.get("importance_sampling_level", train.ratio_level) != "token":
+        found.append(
+            f"train.loss_type is {train.loss_type} with ratios of a {train.ratio_level}: of {', '.join(LOSS)} with "
+            "ratios of a token verl's counterpart is known."
+        )
+    if train.kl_in_reward:
+        found.append("train.kl_in_reward is true: the export knows the KL in the loss only. Leave it out.")
     if train.scale_rewards == "batch":
         found.append(
             "train.scale_rewards is batch: verl divides by a group's spread or not at all. Use group or none."
@@ -215,7 +222,7 @@ def _loss(config: Config, found: Translation) -> None:
         f"{ACTOR}.clip_ratio": train.epsilon,
         f"{ACTOR}.clip_ratio_low": train.epsilon,
         f"{ACTOR}.clip_ratio_high": train.epsilon if train.epsilon_high is None else train.epsilon_high,
-        f"{ACTOR}.clip_ratio_c": float(train.trl.get("delta") or NO_DUAL_CLIP),
+        f"{ACTOR}.clip_ratio_c": float(train.delta or train.trl.get("delta") or NO_DUAL_CLIP),
         f"{ACTOR}.loss_agg_mode": LOSS[train.loss_type],
         f"{ACTOR}.optim.lr": train.learning_rate,
         f"{ACTOR}.optim.weight_decay": train.weight_decay,
@@ -234,6 +241,8 @@ def _loss(config: Config, found: Translation) -> None:
         cap, least = rollout.correction_cap, train.trl.get(FLOOR_FIELD) or LOWEST_RATIO
         values["algorithm.rollout_correction.rollout_is"] = level
         values["algorithm.rollout_correction.rollout_is_threshold"] = cap if way == "truncate" else f"{least}_{cap:g}"
+    if train.entropy_coef:
+        found.notes.append(f"train.entropy_coef {train.entropy_coef} is lost: verl averages its bonus as its loss.")
     if train.mask_truncated:
         found.notes.append("train.mask_truncated is lost: verl learns from truncated completions.")
     if others := sorted(set(train.trl) - {"delta", *([FLOOR_FIELD] if rollout.correction.endswith("_mask") else [])}):

@@ -96,9 +96,27 @@ def test_a_value_beyond_its_limit_is_refused_with_its_key(words, settings):
         ("rollout.correction_cap=1.0", "rollout.correction_cap (1.0) must be above 1"),
         ("rollout.correction_cap=nan", "rollout.correction_cap (nan) must be above 1"),
         ("train.micro_batch_tokens=80", "train.micro_batch_tokens (80) is below rollout.max_prompt_length"),
+        ("train.loss_type=cispo", "train.epsilon_high is None with train.loss_type cispo, whose ratio it caps"),
+        ("train.loss_type=cispo train.epsilon_high=0.28", "train.epsilon_high is 0.28 with train.loss_type cispo"),
         (
-            "train.micro_batch_tokens=512 train.trl={'entropy_coef':0.01}",
-            "train.trl.entropy_coef is 0.01 with train.micro_batch_tokens 512: it is computed over a whole batch",
+            "train.loss_type=cispo train.epsilon_high=5.0 train.delta=4.0",
+            "train.delta (4.0) does nothing with train.loss_type cispo. Remove it.",
+        ),
+        ("train.loss_type=sapo train.trl={'delta':4.0}", "train.delta (4.0) does nothing with train.loss_type sapo"),
+        ("train.delta=1.2", "train.delta (1.2) must be above 1.2, 1 plus the upper clip"),
+        ("train.trl={'sapo_temperature_neg':2.0}", "train.trl.sapo_temperature_neg does nothing with train.loss_type"),
+        (
+            "train.loss_type=sapo train.trl={'sapo_temperature_pos':0}",
+            "train.trl.sapo_temperature_pos (0) must be above 0.",
+        ),
+        ("train.kl_in_reward=true train.beta=0", "train.kl_in_reward is true and train.beta 0, which weighs the KL."),
+        (
+            "train.kl_in_reward=true train.trl={'use_bias_correction_kl':true}",
+            "train.trl.use_bias_correction_kl weighs the KL in the loss",
+        ),
+        (
+            "train.kl_in_reward=true train.trl={'multi_objective_aggregation':'normalize_then_sum'}",
+            "train.kl_in_reward with train.trl.multi_objective_aggregation normalize_then_sum",
         ),
         (
             "train.micro_batch_tokens=512 train.trl={'top_entropy_quantile':0.2}",

@@ -44,7 +44,10 @@ SMALLEST = "run: {name: x}\nmodel: {id: m}\ntrain: {max_steps: 1}\n"
         (["--train.mask_truncated", "1"], "train.mask_truncated must be true or false, it is 1 (int)."),
         (["--reward.functions", "math"], "reward.functions must be a list of text, it is 'math' (str)."),
         (["--reward.weights", "[1, x]"], "reward.weights must be a list of a number or null"),
-        (["--train.loss_type", "ppo"], "train.loss_type must be one of dr_grpo, dapo, grpo, it is 'ppo' (str)."),
+        (
+            ["--train.loss_type", "ppo"],
+            "train.loss_type must be one of dr_grpo, dapo, grpo, gspo, cispo, sapo, it is 'ppo' (str).",
+        ),
         (["--policy.quantization", "fp4"], "policy.quantization must be one of nf4, fp8, none, it is 'fp4' (str)."),
         (["--model", "x"], "unknown argument --model. Keys are given as --group.key value."),
         (["--run.name.first", "x"], "--run.name.first: name is not a group of keys."),

@@ -64,7 +64,7 @@ def test_help_names_the_choices_of_every_key_that_refuses_a_made_up_text():
         "eval.reward": REWARDS,
         "eval.formats": formats.FORMATS,
         "train.optimizer": [name.value for name in OptimizerNames],
-        "train.loss_type": ("dr_grpo", "dapo", "grpo"),
+        "train.loss_type": ("dr_grpo", "dapo", "grpo", "gspo", "cispo", "sapo"),
         "train.scale_rewards": ("group", "batch", "none"),
         "watch.report_to": choices.TRACKERS,
     }.items():

@@ -143,7 +143,14 @@ def test_the_recipe_is_shown_as_configured_and_hostile_text_stays_in_its_cell(ru
     assert "| data.prompt_suffix | `a \\| b\\n'rm'\\n\\n# Title` |" in text
     unset = {key for key in (*LOSS, *RECIPE) if f"| {key} |" not in text}
     own = {"train.loss"}  # of the user, which this run has not
-    assert unset == {"train.epsilon_high", "reward.weights", "policy.quant_cfg", "policy.init_adapter", *own}
+    assert unset == {
+        "train.epsilon_high",
+        "train.delta",
+        "reward.weights",
+        "policy.quant_cfg",
+        "policy.init_adapter",
+        *own,
+    }
 
 
 def test_a_distilled_policy_is_not_said_to_be_trained_by_grpo(run):

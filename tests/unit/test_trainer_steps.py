@@ -102,6 +102,9 @@ SETTINGS = {  # key of the configuration -> (value, field of TRL's arguments)
     "train.beta": (0.07, "beta"),
     "train.epsilon": (0.17, "epsilon"),
     "train.epsilon_high": (0.31, "epsilon_high"),
+    "train.delta": (4.5, "delta"),
+    "train.importance_sampling_level": ("sequence", "importance_sampling_level"),
+    "train.entropy_coef": (0.002, "entropy_coef"),
     "train.num_iterations": (3, "num_iterations"),
     "train.mask_truncated": (True, "mask_truncated_completions"),
     "train.per_device_train_batch_size": (20, "per_device_train_batch_size"),
@@ -138,7 +141,7 @@ def test_every_setting_reaches_trl_in_its_own_field(tmp_path):
 def test_every_setting_of_the_loss_comes_from_its_own_key(tmp_path):
     trl = {"delta": 1.5, "importance_sampling_level": "sequence", "use_bias_correction_kl": True}
     trl |= {"off_policy_mask_threshold": 0.125, "top_entropy_quantile": 0.25, "entropy_coef": 0.0625}
-    trl |= {"vllm_importance_sampling_clip_min": 0.75}
+    trl |= {"vllm_importance_sampling_clip_min": 0.75, "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5}
     keys = [f"--train.trl={json.dumps(trl)}", "--train.loss_type=dapo", "--train.beta=0.5", "--train.epsilon=0.3"]
     keys += ["--rollout.max_completion_length=40", "--rollout.correction=token_mask", "--rollout.correction_cap=1.25"]
     wanted = LossSettings(
@@ -148,6 +151,8 @@ def test_every_setting_of_the_loss_comes_from_its_own_key(tmp_path):
         epsilon_high=0.3,
         delta=1.5,
         importance_sampling_level="sequence",
+        sapo_temperature_pos=1.5,
+        sapo_temperature_neg=2.5,
         bias_corrected_kl=True,
         off_policy_threshold=0.125,
         top_entropy_quantile=0.25,
@@ -168,6 +173,11 @@ def test_every_setting_of_the_loss_comes_from_its_own_key(tmp_path):
         (["--train.loss_type=dr_grpo"], "scale_rewards", "none"),
         (["--train.loss_type=grpo"], "scale_rewards", "group"),
         (["--train.loss_type=dapo"], "scale_rewards", "group"),
+        (["--train.loss_type=gspo"], "loss_type", "grpo"),
+        (["--train.loss_type=gspo"], "importance_sampling_level", "sequence"),
+        (["--train.loss_type=gspo"], "scale_rewards", "group"),
+        (["--train.beta=0.1", "--train.kl_in_reward=true"], "beta", 0.0),
+        (["--train.trl={entropy_coef: 0.25}"], "entropy_coef", 0.25),
         (["--train.loss_type=dr_grpo", "--train.scale_rewards=group"], "scale_rewards", "group"),
         (["--rollout.correction=none"], "vllm_importance_sampling_correction", False),
         (["--train.recompute=full"], "gradient_checkpointing", True),

@@ -12,7 +12,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 from transformers import Trainer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from kit.core.config.load import load_config
@@ -103,9 +103,20 @@ def test_every_setting_that_trls_loss_reads_is_one_of_the_kits_or_refused():
     read = set(re.findall(r"self\.args\.(\w+)", inspect.getsource(GRPOTrainer._compute_loss)))
     adaptive = {"entropy_target", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min"}
     assert "use_adaptive_entropy" in INEXACT_ON_RESUME
-    other_losses = {name for name in read if name.startswith(("sapo_", "vespo_"))}
-    assert read - adaptive - other_losses == {"delta", "use_bias_correction_kl", "steps_per_generation"}
-    assert set(LOSSES) == set(get_args(get_type_hints(TrainConfig)["loss_type"]))
+    other_loss = {name for name in read if name.startswith("vespo_")}
+    named = {"delta", "use_bias_correction_kl", "steps_per_generation", "sapo_temperature_pos", "sapo_temperature_neg"}
+    assert read - adaptive - other_loss == named
+    assert {*LOSSES, "gspo"} == set(get_args(get_type_hints(TrainConfig)["loss_type"]))
+
+
+def test_trls_kl_in_the_reward_is_the_sum_that_the_kit_subtracts():
+    source = inspect.getsource(RLOOTrainer._generate_and_score_completions)
+    for line in (
+        "per_token_kl = old_per_token_logps - ref_per_token_logps",
+        "kl = (per_token_kl * completion_mask).sum(-1)",
+        "rewards = rewards - self.beta * kl",
+    ):
+        assert line in source
 
 
 def test_the_constructor_takes_what_the_recipe_gives():

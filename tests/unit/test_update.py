@@ -149,6 +149,8 @@ def assert_same(found: tuple, expected: tuple, metrics: tuple[str, ...] = METRIC
 
 CASES = [(loss, beta, "token_truncate") for loss in ("dr_grpo", "dapo", "grpo") for beta in (0.0, 0.01)]
 CASES += [
+    ("cispo", 0.01, "token_truncate"),
+    ("sapo", 0.01, "token_truncate"),
     ("dr_grpo", 0.01, "token_mask"),
     ("grpo", 0.01, "sequence_truncate"),
     ("dapo", 0.01, "sequence_mask"),
@@ -163,10 +165,59 @@ def test_an_update_is_trls_own_with_and_without_micro_batches(plain, packed, los
     with trls_own(plain):
         expected = update(plain)
     names = tuple(name for name in METRICS if beta or name != "kl")
+    if loss in ("cispo", "sapo"):
+        names = ("kl", "entropy", *(["cispo_clip_ratio"] if loss == "cispo" else []))
     ratios = tuple(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max"))
     names += ratios if correction != "none" else ()
     assert_same(update(plain), expected, names)
     assert_same(update(packed), expected, names)
+
+
+def test_the_entropy_bonus_is_the_mean_over_the_step_with_and_without_micro_batches(build):
+    """One padded micro-batch is TRL's own bonus; others are parts of the same mean."""
+    bonus = {"train.entropy_coef": 0.5, "train.beta": 0.0}
+    plain, packed = build(bonus), build({**PACKED, **bonus})
+    accumulated = build({**bonus, **{key: value for key, value in PACKED.items() if "tokens" not in key}})
+    for trainer in (plain, packed, accumulated):
+        set_loss(trainer, beta=0.0)
+    without = build({"train.beta": 0.0})
+    with trls_own(plain):
+        expected = update(plain)
+    for trainer in (plain, packed, accumulated):
+        assert_same(update(trainer), expected, ("entropy", "policy_loss"))
+    assert (update(set_loss(without, beta=0.0))[1] - expected[1]).norm() > 1e-3 * expected[1].norm()
+
+
+def test_a_kl_in_the_reward_is_subtracted_before_the_advantages_and_is_none_in_the_loss(build):
+    """Reward minus beta times the sum of log π - log π_ref over a completion's tokens, by TRL's own log-probs."""
+    beta, found = 0.3, []
+    keys = {"train.beta": beta, "train.kl_in_reward": True, "train.mask_truncated": True}
+    for trainer in (build(keys), build({**PACKED, **keys})):
+        set_loss(trainer, beta=0.0).config.train.beta = beta
+        trainer.eos_token_ids = [5, 6, 7]
+        rows = [*next(iter(trainer.get_train_dataloader()))]
+        random.seed(3)
+        trainer._metrics["train"].clear()
+        batch = trainer.sample(rows)
+        assert "ref_per_token_logps" not in batch and trainer.args.beta == 0
+        model, mask, scores = trainer.model, batch["completion_mask"], []
+        ids, seen = (
+            torch.cat([batch[f"{of}_{what}"] for of in ("prompt", "completion")], 1) for what in ("ids", "mask")
+        )
+        for adapter in (contextlib.nullcontext(), trainer.policy.unwrapped.disable_adapter()):
+            with torch.no_grad(), adapter:
+                scores.append(padded_logps(trainer.accelerator, model, ids, seen, mask.shape[1], False)[0])
+        kl = (scores[0] - scores[1]) * mask  # (B, C)
+        paid = torch.tensor([row["by_length"] for row in trainer._sampled.rewards]) - beta * kl.sum(dim=1)
+        wanted = paid - paid.view(-1, 4).mean(dim=1).repeat_interleave(4)
+        assert kl.abs().max() > 1e-2 and 0 < mask.any(dim=1).sum() < BATCH
+        torch.testing.assert_close(batch["advantages"], wanted, rtol=1e-4, atol=1e-5)
+        k3 = (((-kl).exp() - 1 + kl).sum() / mask.sum()).item()
+        assert trainer._metrics["train"]["kl"] == [pytest.approx(k3, rel=1e-4)]
+        reward = sum(row["by_length"] for row in trainer._sampled.rewards) / BATCH
+        assert trainer._metrics["train"]["reward"] == [pytest.approx(reward)], "what is logged is without the KL"
+        found.append(batch["advantages"])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 LOGGED = (

@@ -14,6 +14,8 @@ from kit.core.config.schema import Config
 BASE = "base"  # distill.teacher: the student's own model
 # Keys of GRPO's loss that a distillation does not use, with the values that make them no-ops in TRL.
 SET = {"train.loss_type": "dapo", "train.beta": 0.0, "rollout.correction": "none"}
+SET |= {"train.kl_in_reward": False, "train.delta": None, "train.importance_sampling_level": "token"}
+SET |= {"train.entropy_coef": 0.0}
 UNUSED = ("train.scale_rewards", "train.epsilon", "train.epsilon_high", "rollout.correction_cap")
 
 

@@ -294,14 +294,28 @@ class TrainConfig:
     )
     lr_scheduler: Literal["constant", "linear", "cosine", "constant_with_warmup"] = _option("constant", "schedule")
     warmup_steps: int = _option(0, "steps of linear warm-up")
-    loss_type: Literal["dr_grpo", "dapo", "grpo"] = _option("dr_grpo", "how token losses are averaged")
+    loss_type: Literal["dr_grpo", "dapo", "grpo", "gspo", "cispo", "sapo"] = _option(
+        "dr_grpo", "the objective, and how token losses are averaged (recipes/README.md)"
+    )
     loss: str | None = _option(None, "your own loss as module:function, instead of loss_type (kit/README.md)")
     scale_rewards: Literal["group", "batch", "none"] | None = _option(
         None, "divide advantages by the spread of the group or batch; default none for dr_grpo, group otherwise"
     )
     beta: float = _option(0.01, "weight of the KL to the reference", FROM_0)
+    kl_in_reward: bool = _option(
+        False, "subtract beta times the KL of a completion's tokens from its reward, instead of a KL term in the loss"
+    )
     epsilon: float = _option(0.2, "lower clip of the probability ratio", ABOVE_0)
-    epsilon_high: float | None = _option(None, "upper clip; default epsilon (DAPO: 0.28)", ABOVE_0)
+    epsilon_high: float | None = _option(
+        None, "upper clip; default epsilon (DAPO: 0.28); with cispo the cap of the ratio itself (5.0)", ABOVE_0
+    )
+    delta: float | None = _option(
+        None, "two-sided clipping: upper bound of the ratio where the advantage is negative", ABOVE_0
+    )
+    importance_sampling_level: Literal["token", "sequence"] = _option(
+        "token", "the probability ratio is one per token, or one per completion (gspo)"
+    )
+    entropy_coef: float = _option(0.0, "weight of the entropy bonus: the step's mean entropy, nats per token", FROM_0)
     num_iterations: int = _option(1, "updates per batch of rollouts", FROM_1)
     mask_truncated: bool = _option(False, "leave truncated completions out of the loss")
     per_device_train_batch_size: int = _option(8, "completions per forward on one device", FROM_1)
@@ -332,6 +346,11 @@ class TrainConfig:
     save_steps: int = _option(50, "steps between checkpoints and published adapters", FROM_1)
     keep_checkpoints: int = _option(2, "training checkpoints to keep; adapters are all kept", FROM_1)
     trl: dict[str, Any] = _option({}, "further GRPOConfig fields by their TRL name")
+
+    @property
+    def ratio_level(self) -> str:
+        """Of what a probability ratio is: a token or a sequence."""
+        return "sequence" if self.loss_type == "gspo" else self.importance_sampling_level
 
 
 @dataclass(kw_only=True)

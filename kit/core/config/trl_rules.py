@@ -48,7 +48,7 @@ OWN_GENERATION_FIELDS = ("cache_implementation", "transformers_continuous_batchi
 FLOOR_FIELD = "vllm_importance_sampling_clip_min"
 LEVELS = ("token", "sequence")  # of importance_sampling_level
 # Loss terms over a whole batch, with the values that disable them: no sum over micro-batches yields them.
-WHOLE_BATCH_FIELDS = {"entropy_coef": (0,), "top_entropy_quantile": (1,)}
+WHOLE_BATCH_FIELDS = {"top_entropy_quantile": (1,)}
 
 
 def faults(config: Config) -> list[str]:
