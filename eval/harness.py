@@ -213,6 +213,12 @@ def write_problems(measured: Measured) -> None:
     """Write problems.jsonl, the data set of the harness's tasks: the cell's problems, in order."""
     measured.work.mkdir(parents=True, exist_ok=True)
     partial = measured.work / "problems.jsonl.partial"
+    for problem in measured.problems:
+        if problem.messages is not None and len(problem.messages) > 1:
+            raise BadInput(
+                f"{problem.source} is a conversation of {len(problem.messages)} messages, and the harness asks with "
+                "one. Measure these problems without it."
+            )
     with open(partial, "w", encoding="utf-8") as file:
         for problem in measured.problems:
             prompt = chat_messages(measured.data, problem)[-1]["content"]

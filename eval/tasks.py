@@ -17,7 +17,7 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from eval.score import MATH, Answered, Judgement, Scoring
 from kit.core.config.load import resolve
 from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import BadInput, CheckFailed, did_you_mean
-from kit.data.problems import CODE_FORMATS, TEXT_FORMATS, first_row
+from kit.data.problems import CODE_FORMATS, TEXT_FORMATS, first_row, reward_columns
 
 if TYPE_CHECKING:
     from reward.pool import WorkerPool
@@ -131,8 +131,9 @@ def scoring_of(config: Config) -> Scoring:
     if ":" in name:
         from reward.own import imported, source_hash
 
-        function = imported(name, "eval.reward")
+        function = imported(name, "eval.reward", may_be_async=True)
         _check_code(config, name, function)
+        _check_arguments(config, name, function)
         judge = partial(judge_by_reward, custom(name, function), settings.reward_threshold)
         return Scoring(name, judge, version=source_hash(function))
     options = _named_options(config, name)
@@ -155,7 +156,7 @@ def scoring_of(config: Config) -> Scoring:
 
 def _named_options(config: Config, name: str) -> dict:
     """Return the checked options of a reward of the kit; `BadInput` unless it may and can run here."""
-    from reward import REWARDS, checked_options
+    from reward import MODELS, REWARDS, BoundReward, check_run, checked_options, placed_options, start
 
     if name not in REWARDS:
         hint = did_you_mean(name, REWARDS, cutoff=0.4)
@@ -167,6 +168,11 @@ def _named_options(config: Config, name: str) -> dict:
     _check_code(config, name, REWARDS[name])
     given = {key: value for key, value in config.reward.options.items() if key == name}
     options = checked_options(given, [name])[name]
+    options |= placed_options(name, options, None)
+    if name in MODELS:
+        bound = [BoundReward(name, config.reward.workers, config.reward.timeout_s, 1.0, options)]
+        check_run(bound, config, reward_columns(config.data, "eval"))
+        start(bound)
     if name == "code":
         from reward.sandbox import shared_sandbox
 
@@ -187,31 +193,53 @@ COLUMNS = ("prompts", "completions", "gold", "problem_id")
 Reward = Callable[[Sequence[Answered], "WorkerPool"], tuple[list, list | None]]
 
 
-def custom(name: str, function: Callable) -> Reward:
-    """Wrap `function` to be called as TRL would in a run, with those of `COLUMNS` that it takes by name."""
-    from reward.own import check_arguments, taken
+def _check_arguments(config: Config, name: str, function: Callable) -> None:
+    """Raise `BadInput` unless a run's columns and those of the problems are all that the function needs."""
+    from reward.own import check_arguments
 
-    check_arguments(name, function, "eval.reward", COLUMNS, ())
+    if getattr(function, "group", False):
+        raise BadInput(f"eval.reward {name} judges the completions of a group together, and here there are no groups.")
+    try:
+        check_arguments(name, function, "eval.reward", COLUMNS, ())
+    except BadInput:  # reads the problems only if it must
+        check_arguments(name, function, "eval.reward", (*COLUMNS, *reward_columns(config.data, "eval")), ())
+
+
+def custom(name: str, function: Callable) -> Reward:
+    """Wrap `function` to be called as TRL would in a run, with what it takes by name."""
+    from reward import completed
+    from reward.own import taken
 
     def call(answers: Sequence[Answered], pool: "WorkerPool") -> tuple[list, None]:
-        columns = {
+        known = {
+            **own_columns(answers),
             "prompts": [answer.conversation for answer in answers],
             "completions": [[{"role": "assistant", "content": answer.text}] for answer in answers],
             "gold": [answer.problem.gold for answer in answers],
             "problem_id": [answer.problem.id for answer in answers],
         }
         try:
-            return list(function(**taken(function, columns))), None
+            return list(completed(function(**taken(function, known)))), None
         except Exception as error:  # whatever the user's function raises, the cell has no value
             raise CheckFailed(f"eval.reward {name} failed: {type(error).__name__}: {error}") from error
 
     return call
 
 
+def own_columns(answers: Sequence[Answered], hidden: Collection[str] = ()) -> dict[str, list]:
+    """Columns of the answered problems by their own names, without `hidden` ones."""
+    from reward.own import RESERVED
+
+    names = dict.fromkeys(name for answer in answers for name in answer.problem.columns)
+    kept = [name for name in names if name not in RESERVED and name not in hidden]
+    return {name: [answer.problem.columns.get(name) for answer in answers] for name in kept}
+
+
 def _explained(
     function: Callable, options: dict, answers: Sequence[Answered], pool: "WorkerPool"
 ) -> tuple[list, "Explanation"]:
     """The rewards of a function of `reward/` and what it explains about them."""
+    from reward import completed
     from reward.score import Explanation
 
     seen = Explanation()
@@ -221,9 +249,10 @@ def _explained(
         gold=[answer.problem.gold for answer in answers],
         pool=pool,
         budget=seen,
+        **own_columns(answers, hidden=inspect.signature(function).parameters),
         **options,
     )
-    return rewards, seen
+    return completed(rewards), seen
 
 
 def judge_by_reward(

@@ -12,7 +12,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ import torch
 
 from kit.core.chat import arguments_of, render, special_tokens
 from kit.core.checkpoint_files import quantization_of
+from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, check_adapter_file, read_manifest
+from kit.data.problems import prompt_of_row
 from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
 from kit.weights.attention import attention_of
 from kit.weights.checkpoint import find_checkpoint
@@ -261,10 +263,12 @@ def _held_out_prompts(run: RunDir, tokenizer: Any) -> list[str]:
         file = file / f"{data.get('eval_split', 'test')}.jsonl"
     if file.suffix != ".jsonl" or not file.is_file():
         return []
-    prompts = []
+    known = {one.name for one in fields(DataConfig)}  # an earlier version may have had others
+    settings = DataConfig(**{key: value for key, value in data.items() if key in known})
+    prompts: list[str] = []
     for row in itertools.islice(rows_in(file), SEQUENCES):
-        question = str(row.get(data.get("question_column", "question"), "")) + (data.get("prompt_suffix") or "")
-        prompts.append(as_prompt(values, question, tokenizer))
+        if (messages := prompt_of_row(settings, row)) is not None:
+            prompts.append(as_prompt(values, messages, tokenizer))
     return prompts
 
 

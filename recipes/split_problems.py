@@ -10,7 +10,8 @@ without numbers and names (kit/data/near_copies.py), and whole groups are drawn.
 
 With `--against` nothing is written: it prints how similar the nearest problem of a given training file is, for a set
 that has its own split. Reads what `data.path` of a recipe reads, with columns `question` and `answer`, `Body+Question`
-and `Answer`, or those named. Writes `question` and `answer` (the final one), for `data.answer_format: plain`.
+and `Answer`, TRL's or verl's, or those named. Writes `question` (text, or the messages of a conversation) and `answer`
+(the final one), for `data.answer_format: plain`.
 """
 
 import argparse
@@ -91,7 +92,8 @@ def split(problems: list, options: argparse.Namespace, out: Path) -> None:
     sides = {"train": [p for i, p in enumerate(problems) if i not in drawn]}
     sides["heldout"] = [problems[index] for index in sorted(drawn)]
     for name, rows in sides.items():
-        lines = [json.dumps({"question": row.question, "answer": row.gold}, ensure_ascii=False) for row in rows]
+        pairs = [{"question": row.messages or row.question, "answer": row.gold} for row in rows]
+        lines = [json.dumps(pair, ensure_ascii=False) for pair in pairs]
         (out / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
         count = sum((group[0] in drawn) == (name == "heldout") for group in grouped)
         print(f"{name:<8} {len(rows):,} problems in {count:,} groups", flush=True)

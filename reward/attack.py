@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kit.core.config.load import load_config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser
-from reward import REWARDS, function_options, is_own
+from reward import MODELS, REWARDS, function_options, is_own
 from reward.attacks import Case
 from reward.check import Judgement, add_settings, explain, judges, settings, shown
 from reward.pool import WorkerPool
@@ -138,7 +138,7 @@ def form_outweighs_answer(config: Path) -> str | None:
     weights = given.weights or [1.0] * len(given.functions)
     by_kind = {"answer": 0.0, "form": 0.0}
     for name, weight in zip(given.functions, weights, strict=True):
-        by_kind["answer" if judges(name) else "form"] += 0.0 if name in PENALTIES else weight
+        by_kind["answer" if judges(name) or name in MODELS else "form"] += 0.0 if name in PENALTIES else weight
     if by_kind["answer"] > by_kind["form"]:
         return None
     return (
@@ -155,7 +155,7 @@ def _tasks(arguments: argparse.Namespace) -> list[str]:
         left_out = [n for n in names if not arguments.config and _is_barred(n, arguments)]
         if left_out:
             print(f"skipped: {', '.join(left_out)} (runs the model's code; add --allow_code_execution)")
-        if own := [*filter(is_own, names)]:
+        if own := [name for name in names if is_own(name) or name in MODELS]:
             print(f"skipped: {', '.join(own)} (the suite has no cases for it)")
         return [name for name in names if name in covered and name not in left_out]
     if arguments.task not in covered:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser
 from kit.core.run_directory import RunDir, read_json
-from reward.answer import boxes, final_answer, own_text
+from reward.answer import boxes, final_answer, message_text, own_text
 from reward.check import shown
 
 # All thresholds are defined here; shares are of the late completions unless noted otherwise.
@@ -195,7 +195,7 @@ def is_loop(text: str) -> bool:
 
 
 def _echoes(rows: Sequence[dict]) -> list[dict]:
-    return [row for row in rows if _is_echo((row.get("prompt") or "").split(), row["completion"].split())]
+    return [row for row in rows if _is_echo(message_text(row.get("prompt")).split(), row["completion"].split())]
 
 
 def _is_echo(asked: list[str], words: list[str]) -> bool:

@@ -3,12 +3,13 @@
 Nothing has to be registered: the module is also looked up in the directory where the command was started.
 """
 
+import asyncio
 import hashlib
 import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from kit.core.errors import BadInput, CheckFailed, KitError
 # Arguments that a run passes to every reward by name; TRL adds `trainer_state`, `log_extra` and `log_metric`.
 COLUMNS = ("prompts", "completions", "gold", "problem_id", "completion_ids")
 FROM_TRL = ("trainer_state", "log_extra", "log_metric")
+MACHINERY = ("pool", "budget")  # keyword-only, supplied by the kit; the rest, except what a run passes, are options
+# Columns of the data with these names do not reach rewards: the run passes something else by them.
+RESERVED = frozenset((*COLUMNS, *FROM_TRL, *MACHINERY, "prompt", "completion", "environments"))
 MOST = 1e18  # in magnitude; a larger reward, squared for the spread of a group, overflows float32
 NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -32,13 +36,43 @@ def called(name: str, function: Callable, arguments: dict[str, Any]) -> Any:
     except KitError:
         raise
     except Exception as error:  # a user's function may fail in any way
-        said = " ".join(str(error).split())
-        raise RewardFailed(f"reward {name!r} raised {type(error).__name__}: {said[:300] or 'no message'}.") from error
+        raise _failed(name, error) from error
 
 
-def imported(name: str, key: str) -> Callable:
+async def awaited(name: str, function: Callable[..., Awaitable], arguments: dict[str, Any], limit_s: float) -> Any:
+    """Result of an async function, or None after `limit_s` seconds; errors as in `called`.
+
+    A late call is cancelled and not waited for, since it may catch the cancellation.
+    """
+    task = asyncio.ensure_future(function(**arguments))
+    done, _ = await asyncio.wait({task}, timeout=limit_s)
+    if not done:
+        task.cancel()
+        return None
+    try:
+        found = task.result()
+    except KitError:
+        raise
+    except (Exception, asyncio.CancelledError) as error:
+        raise _failed(name, error) from error
+    if found is None:
+        raise CheckFailed(f"reward {name!r} returned None, not a list with one number or None for each completion.")
+    return found
+
+
+def _failed(name: str, error: BaseException) -> RewardFailed:
+    said = " ".join(str(error).split())
+    return RewardFailed(f"reward {name!r} raised {type(error).__name__}: {said[:300] or 'no message'}.")
+
+
+def is_async(function: Callable) -> bool:
+    """Whether a call of the function, or of an instance with `__call__`, returns a coroutine."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+def imported(name: str, key: str, may_be_async: bool = False) -> Callable:
     """Import the function of `module:function`; `BadInput`, prefixed with the configuration's `key`, if there is none
-    or it is async."""
+    or it is async and may not be."""
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -48,7 +82,7 @@ def imported(name: str, key: str) -> Callable:
         raise BadInput(f"{key} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise BadInput(f"{key} {name!r} is a {type(function).__name__}, not a function.")
-    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+    if is_async(function) and not may_be_async:
         raise BadInput(f"{key} {name!r} is async, but it is called without await. Wrap it with asyncio.run.")
     return function
 

@@ -35,6 +35,12 @@ ADVICE = {
     "timeout": "raise reward.timeout_s if these are sound answers on a slow machine",
     "gold": "fix these reference answers",
     "none": "find out why the function returned None or NaN for these",
+    "late": "raise reward.request_timeout_s (the judge has a timeout_s of its own), or send fewer requests at once",
+    "no connection": "check that the judge's server still runs",
+    "no reply": "raise the judge's max_tokens if it thinks before it answers",
+    "unparseable": "compare these replies with the judge's pattern, json_key and prompt_file",
+    "off the scale": "state the scale in the judge's prompt_file",
+    "too long": "raise the reward model's max_length, or lower rollout.max_completion_length",
 }
 
 Closable = TypeVar("Closable")

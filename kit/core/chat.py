@@ -79,6 +79,12 @@ def question_messages(question: str, system_prompt: str | None, suffix: str | No
     return [*system, {"role": "user", "content": question + (suffix or "")}]
 
 
+def question_of(conversation: list[dict], system_prompt: str | None) -> str | list[dict]:
+    """The user's text if `question_messages` makes this conversation of it and `system_prompt`; else all messages."""
+    text = conversation[-1]["content"]
+    return text if conversation == question_messages(text, system_prompt, None) else conversation
+
+
 def render(tokenizer: Any, conversation: list[dict], arguments: dict) -> str:
     """Render the conversation as text, with the assistant's turn opened. Raises `BadInput` if the template fails."""
     return _apply(tokenizer, conversation, arguments, tokenize=False, add_generation_prompt=True)

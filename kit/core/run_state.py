@@ -37,8 +37,8 @@ WORTHLESS: tuple[str, ...] = (
     "not_finite",
 )
 WORTHLESS += ("sync", END)
-# Servers that are already running, and launch.up, write here; another start appends.
-STAYS = (LOCK, REPLACED, "logs")
+# Servers that are already running, and launch.up, write here; another start appends. A judge's replies stay valid.
+STAYS = (LOCK, REPLACED, "logs", "judge")
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def _prompt(place: "Row", config: Config) -> str | list[dict]:
     if key is None:
         raise ValueError(f"it has {', '.join(map(str, row))[:80] or 'no keys'}")
     value = row[key]
-    if isinstance(value, list) and value and key == "prompt":
+    if isinstance(value, list) and value and key != "text":
         return [{"role": str(one["role"]), "content": str(one["content"])} for one in value]
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{key} is {value!r:.40}")

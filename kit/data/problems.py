@@ -2,17 +2,19 @@
 
 Reads jsonl (also gzipped), json and parquet files, a directory with one file per split, data sets written by
 `datasets` with `save_to_disk` (a `Dataset`, or a `DatasetDict` for a directory of splits), and hub datasets. An
-unusable row is reported by file and line; `data.max_bad_fraction` sets how many of them a run accepts. Imports no
-torch and no transformers, so `--dry_run` and the eval tool can use it.
+unusable row is reported by file and line; `data.max_bad_fraction` sets how many of them a run accepts. A question is
+text, or a conversation of chat messages that ends with the user's. Imports no torch and no transformers, so
+`--dry_run` and the eval tool can use it.
 """
 
 import difflib
 import gzip
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +27,7 @@ from reward.code_gold import gold_from_row, shown_test
 from reward.countdown import read_gold as read_countdown
 from reward.exact import gold_fault
 from reward.gold import GoldCheck, math_golds
+from reward.own import RESERVED
 
 if TYPE_CHECKING:
     import datasets
@@ -36,16 +39,26 @@ ANSWER_FORMATS = (*TEXT_FORMATS, "countdown", *CODE_FORMATS, "any")
 SUFFIXES = (".jsonl", ".parquet", ".json", ".jsonl.gz")
 DICTIONARY = "dataset_dict.json"  # written by DatasetDict.save_to_disk: the names of its splits
 SHOWN = 5  # bad rows listed in an error
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Columns of TRL's and verl's data sets, taken if the default column is absent.
+KNOWN_QUESTIONS = ("prompt",)
+KNOWN_ANSWERS = ("solution", "reward_model.ground_truth")
+SAMPLED_ROWS = 100  # whose columns count as those of the data set, before it is read
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with its reference answer. `id` is a hash of both, so it does not depend on the row order."""
+    """One question with its reference answer. `id` is a hash of both, so it does not depend on the row order.
+
+    The question of a conversation is the text of its messages without the system's.
+    """
 
     id: str
     question: str
     gold: str
     source: str  # "file:line" (or "hub-id[split]:row"), for error messages
+    messages: list[dict] | None = field(default=None, compare=False)  # {role, content} of a conversation; None: text
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)  # the row as it was read
 
 
 @dataclass
@@ -55,10 +68,12 @@ class LoadReport:
     rows: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
     duplicates: list[str] = field(default_factory=list)
+    taken: str = ""  # the columns that were recognized instead of the default ones
 
     def summary(self) -> str:
         """One line for the log."""
-        return f"{self.rows:,} rows, {len(self.bad):,} bad, {len(self.duplicates):,} repeated questions"
+        counts = f"{self.rows:,} rows, {len(self.bad):,} bad, {len(self.duplicates):,} repeated questions"
+        return f"{counts}, {self.taken}" if self.taken else counts
 
 
 class Tokenizer(Protocol):
@@ -96,17 +111,20 @@ def read_problems(
         raise BadInput(f"data.answer_format is {data.answer_format!r}: use one of {', '.join(ANSWER_FORMATS)}.")
     report = LoadReport()
     problems: list[Problem] = []
-    seen: dict[str, Problem] = {}  # by question
+    seen: dict[str, Problem] = {}  # by question, or messages as JSON
     columns_checked = False
     for row in _rows(data, split):
         report.rows += 1
         if row.value is not None and not columns_checked:
+            data, report.taken = _recognized(row.value, data)
             _check_columns(row, data)
             columns_checked = True
         problem, error = _problem(row, data)
         if problem is None:
             report.bad.append((row.source, error))
-        elif (known := seen.setdefault(problem.question, problem)) is problem:
+            continue
+        key = problem.question if problem.messages is None else json.dumps(problem.messages)
+        if (known := seen.setdefault(key, problem)) is problem:
             problems.append(problem)
         else:
             report.duplicates.append(f"{problem.source} repeats {known.source}")
@@ -145,23 +163,89 @@ def first_row(data: "DataConfig", split: str) -> dict:
     return next((row.value for row in _rows(data, split) if row.value is not None), {})
 
 
+def reward_columns(data: "DataConfig", split: str) -> list[str]:
+    """The columns that rows of a split bring to rewards by their own names: those of its first `SAMPLED_ROWS` rows."""
+    rows = itertools.islice(_rows(data, split), SAMPLED_ROWS)
+    return _own_columns(row.value for row in rows if row.value is not None)
+
+
+def _own_columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Columns of `rows` in the order of their first occurrence, without names that a run gives another meaning."""
+    return [name for name in dict.fromkeys(str(key) for row in rows for key in row) if name not in RESERVED]
+
+
+def hidden_columns(problems: list[Problem], data: "DataConfig") -> list[str]:
+    """Columns that rewards do not get by their names, and that are neither the question nor the answer."""
+    used = {data.answer_column, *KNOWN_QUESTIONS, *_question_columns({}, data.question_column)}
+    return sorted({name for problem in problems for name in problem.columns if name in RESERVED} - used)
+
+
 def chat_messages(data: "DataConfig", problem: Problem) -> list[dict]:
     """The chat prompt of a problem: the system message if there is one, then the question with `prompt_suffix`.
 
-    No chat template is applied here: the trainer and the server each apply it once.
+    A conversation keeps its messages; the system message and the suffix are added in the same places. No chat template
+    is applied here: the trainer and the server each apply it once.
     """
-    return question_messages(problem.question, data.system_prompt, data.prompt_suffix)
+    if problem.messages is None:
+        return question_messages(problem.question, data.system_prompt, data.prompt_suffix)
+    *before, last = problem.messages
+    asked = question_messages(last["content"], data.system_prompt, data.prompt_suffix)
+    return [*asked[:-1], *before, asked[-1]]
+
+
+def prompt_of_row(data: "DataConfig", row: dict) -> list[dict] | None:
+    """The chat prompt of a row without regard to its answer; None if it has no question."""
+    data = _recognized(row, data)[0]
+    columns = _question_columns(row, data.question_column)
+    if any(column not in row for column in columns):
+        return None
+    question, messages, error = _question([row[column] for column in columns], data)
+    return None if error else chat_messages(data, Problem("", question, "", "", messages))
 
 
 def to_dataset(problems: list[Problem], data: "DataConfig") -> "datasets.Dataset":
-    """A `datasets.Dataset` with columns prompt (chat messages), gold and problem_id, in the order of `problems`."""
-    from datasets import Dataset
+    """A `datasets.Dataset` with columns prompt (chat messages), gold and problem_id, in the order of `problems`.
+
+    The columns of the data follow under their own names, except those of `RESERVED`. A row without one has None there.
+    Raises `BadInput` for a column that Arrow cannot hold.
+    """
+    from datasets import Dataset, concatenate_datasets
 
     if not problems:
         raise BadInput("no problems to train or evaluate on.")
-    return Dataset.from_list(
-        [{"prompt": chat_messages(data, p), "gold": p.gold, "problem_id": p.id} for p in problems],
-    )
+    made = {
+        "prompt": [chat_messages(data, problem) for problem in problems],
+        "gold": [problem.gold for problem in problems],
+        "problem_id": [problem.id for problem in problems],
+    }
+    parts = [Dataset.from_dict(made)]
+    for name in _own_columns(problem.columns for problem in problems):
+        parts.append(_column(name, [problem.columns.get(name) for problem in problems]))
+    return concatenate_datasets(parts, axis=1)
+
+
+def _column(name: str, values: list) -> "datasets.Dataset":
+    """One column of the data. What JSON can hold and is no plain column of one type is stored as JSON, because Arrow
+    gives all objects of a column the same keys and refuses values of different types."""
+    import pyarrow
+    from datasets import Dataset, Features, Json
+
+    def as_arrow() -> Dataset:
+        return Dataset.from_dict({name: values})
+
+    def as_json() -> Dataset:
+        texts = [None if value is None else json.dumps(value, allow_nan=False) for value in values]
+        return Dataset.from_dict({name: texts}, features=Features({name: Json()}))
+
+    kinds = {type(value) for value in values if value is not None}
+    is_plain = len(kinds) <= 1 and kinds <= {str, bool, int, float}
+    for store in (as_arrow, as_json) if is_plain else (as_json, as_arrow):
+        try:
+            return store()
+        except (TypeError, ValueError, OverflowError, pyarrow.ArrowException):
+            continue
+    shown = ", ".join(sorted(kind.__name__ for kind in kinds))
+    raise BadInput(f"the data's column {name!r} cannot be kept for rewards: it holds {shown}. Remove or convert it.")
 
 
 def prompt_lengths(problems: list[Problem], tokenizer: Tokenizer, data: "DataConfig") -> list[int]:
@@ -199,39 +283,119 @@ def _problem(row: Row, data: "DataConfig") -> tuple[Problem | None, str]:
     if row.value is None:
         return None, row.error
     question_columns = _question_columns(row.value, data.question_column)
-    for column in (*question_columns, data.answer_column):
+    for column in question_columns:
         if column not in row.value:
             return None, f"no column {column!r}"
-    parts, answer = [row.value[column] for column in question_columns], row.value[data.answer_column]
-    for question in parts:
-        if not isinstance(question, str) or not question.strip():
-            return None, _no_question(question)
-    question = _joined(parts)
+    if not _has(row.value, data.answer_column):
+        return None, f"no column {data.answer_column!r}"
+    question, messages, error = _question([row.value[column] for column in question_columns], data)
+    if error:
+        return None, error
+    answer = _value(row.value, data.answer_column)
     if data.answer_format in CODE_FORMATS:
-        gold, error = gold_from_row(row.value, data.answer_format, data.answer_column)
+        gold, error = gold_from_row({**row.value, data.answer_column: answer}, data.answer_format, data.answer_column)
     else:
         gold, error = extract_gold(answer, data.answer_format)
     if gold is None:
         return None, error
-    if not _is_unicode(question + gold):
+    texts = [message["content"] for message in messages or ()]
+    if not _is_unicode("".join([question, gold, *texts])):
         return None, "an unpaired surrogate (half of a character), which no tokenizer reads"
-    question = question.replace("\r\n", "\n").strip()
     if data.answer_format == "mbpp":
         question += shown_test(gold)
-    digest = hashlib.blake2b(json.dumps([question, gold]).encode(), digest_size=8).hexdigest()
-    return Problem(digest, question, gold, row.source), ""
+        if messages:
+            messages[-1]["content"] += shown_test(gold)
+    asked = question if messages is None else messages
+    digest = hashlib.blake2b(json.dumps([asked, gold]).encode(), digest_size=8).hexdigest()
+    return Problem(digest, question, gold, row.source, messages, row.value), ""
 
 
-def _no_question(value: Any) -> str:
-    """Why the value of a question column is not a question."""
-    if value is None or isinstance(value, str):
-        return "the question is empty"
-    if isinstance(value, list) and value and all(isinstance(one, dict) and "content" in one for one in value):
-        return (
-            f"the question is a conversation of {len(value)} messages (TRL's conversational format), not text; write "
-            "the user's message into a column of its own and the system message into data.system_prompt"
-        )
-    return f"the question is {_shortened(value)}, a {type(value).__name__} and not text"
+def _question(parts: list, data: "DataConfig") -> tuple[str, list[dict] | None, str]:
+    """(question, its messages if it is a conversation, error text) of the values of a row's question columns."""
+    if len(parts) == 1 and isinstance(parts[0], list) and parts[0] and all(isinstance(one, dict) for one in parts[0]):
+        messages, error = _messages(parts[0], data)
+        said = [message["content"] for message in messages if message["role"] not in ("system", "developer")]
+        return "\n\n".join(said), messages, error
+    for part in parts:
+        if part is None or (isinstance(part, str) and not part.strip()):
+            return "", None, "the question is empty"
+        if not isinstance(part, str):
+            return "", None, f"the question is {_shortened(part)}, a {type(part).__name__} and not text or messages"
+    return _joined(parts).replace("\r\n", "\n").strip(), None, ""
+
+
+def _messages(conversation: list[dict], data: "DataConfig") -> tuple[list[dict], str]:
+    """The messages of a conversation as {role, content} of text, or [] and why it cannot be a prompt."""
+    messages = []
+    for number, message in enumerate(conversation, 1):
+        where, role = f"message {number} of the prompt", message.get("role")
+        if role not in ROLES:
+            return [], f"{where} has the role {_shortened(role)}; it must be one of {', '.join(ROLES)}"
+        # Arrow fills in None for keys that other messages have.
+        if more := [key for key, value in message.items() if key not in ("role", "content") and value is not None]:
+            return [], f"{where} has {', '.join(map(str, more))}; a prompt's messages have role and content"
+        content, error = _message_text(message.get("content"))
+        if error:
+            return [], f"{where} {error}"
+        messages.append({"role": role, "content": content})
+    if messages[-1]["role"] != "user":
+        return [], f"the prompt ends with the {messages[-1]['role']}'s message; its last one must be the user's"
+    if not messages[-1]["content"].strip():
+        return [], "the question is empty"
+    if data.system_prompt and messages[0]["role"] in ("system", "developer"):
+        return [], "the prompt has a system message of its own, and data.system_prompt is set. Set it to null"
+    return messages, ""
+
+
+def _message_text(content: Any) -> tuple[str, str]:
+    """The text of a message's content, a string or blocks of text, or "" and an error text."""
+    if isinstance(content, str):
+        return content, ""
+    if not isinstance(content, list):
+        return "", f"has content {_shortened(content)}, a {type(content).__name__} and not text"
+    texts = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+        if kind != "text" or not isinstance(block.get("text"), str):
+            return "", f"has a content block of type {_shortened(kind)}; only text is supported"
+        texts.append(block["text"])
+    return "".join(texts), ""
+
+
+def _recognized(row: dict, data: "DataConfig") -> tuple["DataConfig", str]:
+    """`data` with the columns of TRL's or verl's data sets if the default ones are absent from `row`, and a note.
+
+    A no-op if either column was configured.
+    """
+    defaults = {one.name: one.default for one in fields(data)}
+    if any(getattr(data, key) != defaults[key] for key in ("question_column", "answer_column")):
+        return data, ""
+    taken: dict[str, Any] = {}
+    notes = []
+    for key, word, known in (
+        ("question_column", "questions", KNOWN_QUESTIONS),
+        ("answer_column", "answers", KNOWN_ANSWERS),
+    ):
+        if defaults[key] in row:
+            continue
+        if found := [name for name in known if _has(row, name)]:
+            taken[key] = found[0]
+            notes.append(f"{word} from {found[0]!r}")
+    return (replace(data, **taken), ", ".join(notes)) if taken else (data, "")
+
+
+def _has(row: Mapping[str, Any], path: str) -> bool:
+    """Whether a row has the column `path`, or the entry of nested objects that a dotted path names."""
+    head, _, rest = path.partition(".")
+    if path in row or not rest:
+        return path in row
+    return isinstance(row.get(head), Mapping) and _has(row[head], rest)
+
+
+def _value(row: Mapping[str, Any], path: str) -> Any:
+    """The value at a column or a dotted path that `_has` found."""
+    head, _, rest = path.partition(".")
+    return row[path] if path in row else _value(row[head], rest)
 
 
 def _shortened(value: Any, most: int = 40) -> str:
@@ -448,7 +612,7 @@ def _check_columns(row: Row, data: "DataConfig") -> None:
     """Raise `BadInput` for a column that the first row lacks: that is a wrong name in the config, not a bad row."""
     columns = [("question_column", name) for name in _question_columns(row.value, data.question_column)]
     for key, name in (*columns, ("answer_column", data.answer_column)):
-        if name not in row.value:
+        if not (name in row.value if key == "question_column" else _has(row.value, name)):
             raise BadInput(
                 f"{row.source} has no column {name!r}; it has {', '.join(map(str, row.value)) or 'none'}. "
                 f"Set data.{key}{_nearest(name, list(row.value))}."

@@ -151,11 +151,22 @@ def problems_a_step(config: Config, processes: int) -> int:
     return rows // config.rollout.group_size
 
 
+def load_rewards(config: Config, run: RunDir) -> tuple[list[Any], list[float]]:
+    """The reward functions and their weights, checked against the columns of the training data."""
+    from kit.data.problems import reward_columns
+    from reward import check_run, reward_functions
+
+    columns = reward_columns(config.data, "train")
+    rewards, weights = reward_functions(config.reward, columns, config.rollout.group_size, run.path)
+    check_run(rewards, config, columns)
+    return rewards, weights
+
+
 def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]:
     """The training set for TRL and its size, after checking that every prompt fits and that the held-out problems can
     be read. Warns about held-out problems that are trained on, because `eval` refuses them."""
     from kit.data.leaks import find_leaks
-    from kit.data.problems import drop_long, read_problems, to_dataset
+    from kit.data.problems import drop_long, hidden_columns, read_problems, to_dataset
     from reward import gold_checks, heldout_gold_checks
 
     problems, report = read_problems(config.data, "train", gold_checks(config.reward.functions))
@@ -175,6 +186,8 @@ def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]
         raise BadInput(
             f"a step needs {needed} problems and {len(problems)} are left. Lower the batch size, or add problems."
         )
+    if hidden := hidden_columns(problems, config.data):
+        say(f"columns of the data that rewards do not get, because a run uses these names: {', '.join(hidden)}")
     return to_dataset(problems, config.data), len(problems)
 
 
@@ -350,12 +363,11 @@ def read_task(config: Config, run: RunDir, processes: int, dry_run: bool) -> Tas
     from kit.policy.load import load_tokenizer
     from kit.train.data_order import check_problems
     from kit.train.heldout import HeldOut
-    from reward import reward_functions
 
     model_config = check_model(config, dry_run)
     resolve_recompute(config, model_config, processes)
     fmt = trained_format(config, model_config)
-    rewards, weights = reward_functions(config.reward)
+    rewards, weights = load_rewards(config, run)
     tokenizer = load_tokenizer(config)
     dataset, _ = load_data(config, tokenizer, processes)
     check_problems(run, dataset)
@@ -375,8 +387,12 @@ def range_prompts(config: Config, task: Task, resume: bool) -> list[list[int]]:
 def trainer_parts(config: Config, run: RunDir, task: Task, arguments: Any) -> tuple[dict[str, Any], dict]:
     """Arguments of every trainer (the frozen base, its servers, the data) and the base's facts; records both."""
     from kit.policy.load import lora_config
+    from kit.policy.sharding import loading_whole
     from kit.train.data_order import record_problems
+    from reward import start
 
+    with loading_whole(arguments):
+        start(task.rewards)
     base, facts, rollout = load_base(config, run, task.tokenizer, task.model_config, arguments)
     record_problems(run, task.dataset)
     arguments.reward_weights = task.weights

@@ -82,7 +82,10 @@ def send_completions(trackers: list[str], callbacks: "list[TrainerCallback]", st
 def _flat(row: dict) -> dict:
     """A row of completions/step-*.jsonl with a column for each reward."""
     rewards = {f"reward {name}": value for name, value in row["rewards"].items()}
-    return {key: value for key, value in row.items() if key != "rewards"} | rewards
+    flat = {key: value for key, value in row.items() if key != "rewards"} | rewards
+    if isinstance(row["prompt"], list):  # the messages of a conversation
+        flat["prompt"] = "\n\n".join(message["content"] for message in row["prompt"])
+    return flat
 
 
 def _markdown(columns: list[str], rows: list[dict]) -> str:

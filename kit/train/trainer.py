@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
-from kit.core.config.schema import Config
+from kit.core.chat import question_of
+from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
 from kit.core.run_directory import RunDir, checkpoint_step
@@ -60,6 +61,7 @@ from kit.train.checkpoint import (
 from kit.train.data_order import passes_made, skip_passes
 from kit.train.figures import StepFigures, peak_gib
 from kit.train.finite import FiniteAdapter, FiniteGradients
+from kit.train.group_rewards import give_groups, take_rewards
 from kit.train.head_tiles import use_host_tiles
 from kit.train.heldout import HeldOut
 from kit.train.loss import LossFunction, LossSettings
@@ -233,11 +235,12 @@ class Sampled(NamedTuple):
     advantages: list[float]
     versions: list[int]
 
-    def rows(self) -> list[dict]:
+    def rows(self, data: DataConfig) -> list[dict]:
+        """The rows of the file; a prompt is the question's text, or all messages of a conversation."""
         return [
             {
                 "problem_id": problem_id,
-                "prompt": prompt[-1]["content"],
+                "prompt": question_of(prompt, data.system_prompt),
                 "completion": completion[0]["content"],
                 "rewards": rewards,
                 "advantage": advantage,
@@ -462,7 +465,7 @@ class PolicyTrainer(GRPOTrainer):
         """Rewards (N, functions) of all processes' completions, NaN for those that a function could not judge."""
         try:
             with self.figures.timed("reward"):
-                rewards = super()._calculate_rewards(*args)
+                rewards = self._rewards_by_function(*args)
         except RewardFailed as error:
             raise CheckFailed(
                 f"step {self.state.global_step + 1}: {error} Return None for a completion whose reward cannot "
@@ -476,6 +479,19 @@ class PolicyTrainer(GRPOTrainer):
         self.figures.counts["completions"] += len(rewards)
         counts = {f.__name__: dict(f.unknown_counts) for f in self.reward_funcs if hasattr(f, "unknown_counts")}
         self._unknown = add_counts([self._unknown_before, *gather_object([counts])])
+        return rewards
+
+    def _rewards_by_function(
+        self, rows: list[dict], prompts: list, completions: list, token_ids: list[list[int]]
+    ) -> torch.Tensor:
+        """TRL's rewards (N, functions); those of group functions too where groups span processes."""
+        functions = [one for one in self.reward_funcs if getattr(one, "is_group", False)]
+        if not functions or len(rows) % self.num_generations == 0:
+            return super()._calculate_rewards(rows, prompts, completions, token_ids)
+        place = self.num_generations, self.accelerator.process_index
+        give_groups(functions, rows, prompts, completions, token_ids, *place)
+        rewards = super()._calculate_rewards(rows, prompts, completions, token_ids)
+        take_rewards(functions, self.reward_func_names, rewards)
         return rewards
 
     def compute_loss(
@@ -507,7 +523,7 @@ class PolicyTrainer(GRPOTrainer):
         if self.recorder:
             self.recorder.step(record)
             if self.recorder.wants_completions(record["step"]) and record["completion_tokens"]:
-                rows = self._sampled.rows()[: self.config.watch.completions_per_step]
+                rows = self._sampled.rows(self.config.data)[: self.config.watch.completions_per_step]
                 self.recorder.completions(record["step"], rows)
                 trackers = self.config.watch.report_to, self.callback_handler.callbacks
                 send_completions(*trackers, record["step"], rows)

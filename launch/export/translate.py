@@ -14,7 +14,7 @@ from kit.core.errors import BadInput
 from kit.core.formats import find_experts
 from kit.core.limits import SERVED_RANKS
 from kit.core.run_directory import base_directory, read_json
-from reward import is_own
+from reward import MODELS, is_own
 
 # TRL's losses by verl's aggregation mode (trl.trainer.grpo_trainer, verl.trainer.ppo.core_algos.agg_loss).
 LOSS = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
@@ -93,8 +93,8 @@ def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
             "reward.functions names length: it counts tokens, and verl hands the reward a text. Leave it out, and use "
             "the overlong buffer of verl's reward manager dapo."
         )
-    if own := [*filter(is_own, config.reward.functions)]:
-        found.append(f"reward.functions names {own[0]}: the export knows the kit's own rewards only. Leave it out.")
+    if own := [name for name in config.reward.functions if is_own(name) or name in MODELS]:
+        found.append(f"reward.functions names {own[0]}: the export knows the kit's own functions only. Leave it out.")
     if train.loss is not None:
         found.append(f"train.loss is {train.loss}: verl has its own losses only. Leave it out.")
     if train.loss_type not in LOSS or train.trl.get("importance_sampling_level", train.ratio_level) != "token":

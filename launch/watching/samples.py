@@ -78,7 +78,10 @@ def _group(step: int, rows: list[dict]) -> SampleGroup:
         for row in rows
     ]
     samples = sorted(samples, key=lambda sample: -sample.advantage if math.isfinite(sample.advantage) else 0.0)
-    return SampleGroup(step, str(rows[0].get("prompt") or ""), tuple(samples))
+    prompt = rows[0].get("prompt") or ""
+    if isinstance(prompt, list):  # the messages of a conversation
+        prompt = "\n\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
+    return SampleGroup(step, str(prompt), tuple(samples))
 
 
 def one_line(text: str, most: int) -> str:

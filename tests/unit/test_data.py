@@ -2,13 +2,24 @@
 
 import gzip
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput
-from kit.data.problems import chat_messages, drop_long, load_problems, read_problems, to_dataset
+from kit.data.leaks import find_leaks
+from kit.data.problems import (
+    chat_messages,
+    drop_long,
+    hidden_columns,
+    load_problems,
+    prompt_of_row,
+    read_problems,
+    reward_columns,
+    to_dataset,
+)
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}, {"question": "3+3?", "answer": "6"}]
@@ -126,13 +137,38 @@ BAD_ROWS = [
     ("plain", {"question": "  ", "answer": "5"}, "question"),
     ("plain", {"question": "", "answer": "5"}, "the question is empty"),
     ("plain", {"question": None, "answer": "5"}, "the question is empty"),
-    ("plain", {"question": ["q"], "answer": "5"}, "the question is ['q'], a list and not text"),
+    ("plain", {"question": ["q"], "answer": "5"}, "the question is ['q'], a list and not text or messages"),
     (
         "plain",
-        {"question": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "answer": "5"},
-        "the question is a conversation of 2 messages (TRL's conversational format), not text; write the user's",
+        {"question": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "answer": "5"},
+        "the prompt ends with the assistant's message",
     ),
-    ("plain", {"question": {"text": "w" * 99}, "answer": "5"}, "www…, a dict and not text"),
+    (
+        "plain",
+        {"question": [{"role": "human", "content": "q"}], "answer": "5"},
+        "message 1 of the prompt has the role 'human'",
+    ),
+    (
+        "plain",
+        {"question": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "q"}]}], "answer": "5"},
+        "content block of type 'image'",
+    ),
+    (
+        "plain",
+        {"question": [{"role": "user", "content": None}], "answer": "5"},
+        "message 1 of the prompt has content None, a NoneType and not text",
+    ),
+    ("plain", {"question": [{"role": "user", "content": " "}], "answer": "5"}, "the question is empty"),
+    (
+        "plain",
+        {
+            "question": [{"role": "assistant", "content": "a", "tool_calls": [{}]}, {"role": "user", "content": "q"}],
+            "answer": "5",
+        },
+        "message 1 of the prompt has tool_calls",
+    ),
+    ("plain", '{"question": [{"role": "user", "content": "cut \\ud83d"}], "answer": "5"}', "unpaired surrogate"),
+    ("plain", {"question": {"text": "w" * 99}, "answer": "5"}, "www…, a dict and not text or messages"),
     ("plain", {"question": "q", "answer": ["word"] * 99}, "'word',…, not text"),
     ("plain", '{"question": "cut \\ud83d", "answer": "5"}', "unpaired surrogate"),
     ("plain", '{"question": "q", "answer": "cut \\ud83d"}', "unpaired surrogate"),
@@ -272,10 +308,129 @@ def test_prompts_are_chat_messages_without_a_template(tmp_path):
     assert chat_messages(data, problems[0]) == [{"role": "system", "content": "Be brief."}, user]
     assert chat_messages(config(prompt_suffix=suffix), problems[0]) == [user]
     dataset = to_dataset(problems, data)
-    assert dataset.column_names == ["prompt", "gold", "problem_id"] and len(dataset) == 3
-    assert dataset[0] == {"prompt": chat_messages(data, problems[0]), "gold": "2", "problem_id": problems[0].id}
+    assert dataset.column_names == ["prompt", "gold", "problem_id", "question", "answer"] and len(dataset) == 3
+    made = {"prompt": chat_messages(data, problems[0]), "gold": "2", "problem_id": problems[0].id}
+    assert dataset[0] == made | {"question": "1+1?", "answer": "2"}
     with pytest.raises(BadInput, match="no problems"):
         to_dataset([], data)
+
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "text", "text": "2+2?"}]},
+]
+
+
+def test_a_conversation_is_asked_as_it_is_with_the_suffix_at_its_end(tmp_path):
+    rows = [{"question": TALK, "answer": "4"}, {"question": [{"role": "user", "content": "3+3?"}], "answer": "6"}]
+    file = jsonl(tmp_path / "a.jsonl", rows)
+    problems = load_problems(config(file), "train")
+    data = config(file, prompt_suffix=" Box it.")
+    last = {"role": "user", "content": "And 2+2? Box it."}
+    assert chat_messages(data, problems[0]) == [*TALK[:3], last]
+    assert chat_messages(config(system_prompt="S"), problems[1])[0] == {"role": "system", "content": "S"}
+    assert [problem.question for problem in problems] == ["1+1?\n\n2\n\nAnd 2+2?", "3+3?"]
+    assert "data.system_prompt is set. Set it to null" in bad_input(config(file, system_prompt="S"))
+    dataset = to_dataset(problems, data)
+    assert dataset[0]["prompt"] == [*TALK[:3], last] and dataset[0]["question"] == TALK
+    for row, problem in zip(rows, problems, strict=True):
+        assert prompt_of_row(data, row) == chat_messages(data, problem)
+    assert prompt_of_row(data, {"answer": "1"}) is None
+
+
+def test_conversations_that_differ_in_one_message_are_different_problems(tmp_path):
+    other = [{"role": "system", "content": "Be long."}, *TALK[1:]]
+    rows = [{"question": TALK, "answer": "4"}, {"question": other, "answer": "4"}, {"question": TALK, "answer": "4"}]
+    problems, report = read_problems(config(jsonl(tmp_path / "a.jsonl", rows)), "train")
+    assert len(problems) == 2 and problems[0].id != problems[1].id and len(report.duplicates) == 1
+    assert len(find_leaks(problems[:1], problems[1:])) == 1, "the system message does not hide a held-out question"
+
+
+def test_ids_of_text_are_those_of_earlier_runs(tmp_path):
+    problem = load_problems(config(jsonl(tmp_path / "a.jsonl", [ROWS[0] | {"level": 1}])), "train")[0]
+    assert problem.id == "be60d90ba8442b39"
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1+1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 0, "split": "train"},
+}
+TRL = {"prompt": [{"role": "user", "content": "1+1?"}], "solution": "2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "taken"),
+    [
+        (VERL, "questions from 'prompt', answers from 'reward_model.ground_truth'"),
+        (TRL, "questions from 'prompt', answers from 'solution'"),
+        (TRL | {"answer": "2", "solution": "because"}, "questions from 'prompt'"),
+        ({"prompt": "1+1?", "answer": "2"}, "questions from 'prompt'"),
+        ({"question": "1+1?", "solution": "2"}, "answers from 'solution'"),
+        (ROWS[0] | {"prompt": "other", "solution": "3"}, ""),
+    ],
+)
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
+def test_columns_of_trl_and_verl_load_without_renaming(tmp_path, row, taken, form):
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    file = tmp_path / "train.jsonl"
+    if form == "jsonl":
+        jsonl(file, [row])
+    elif form == "parquet":
+        Dataset.from_list([row]).to_parquet(file := tmp_path / "train.parquet")
+    else:
+        Dataset.from_list([row]).save_to_disk(file := tmp_path / "saved")
+    (problem,), report = read_problems(config(file), "train")
+    assert (problem.question, problem.gold) == ("1+1?", "2")
+    assert report.taken == taken and report.summary().endswith(taken or "0 repeated questions")
+
+
+def test_a_configured_column_is_not_replaced_and_a_path_reaches_into_objects(tmp_path):
+    row = VERL | {"solution": "3", "a.b": "7", "a": {"b": "8"}}
+    file = jsonl(tmp_path / "a.jsonl", [row])
+    golds = {"reward_model.ground_truth": "2", "solution": "3", "a.b": "7", "extra_info.split": "train"}
+    for column, gold in golds.items():
+        found = load_problems(config(file, question_column="prompt", answer_column=column), "train")
+        assert found[0].gold == gold
+    assert "no column 'question'" in bad_input(config(file, answer_column="solution"))
+    for column in ("reward_model.truth", "ability.ground_truth", "reward_model.style.x"):
+        message = bad_input(config(file, question_column="prompt", answer_column=column))
+        assert f"no column '{column}'" in message
+
+
+def test_every_column_reaches_the_data_set_as_it_was(tmp_path):
+    rows = [
+        {"question": "1?", "answer": "1", "level": 1, "tags": ["a"], "extra": {"a": 1}, "mixed": "5", "prompt": "x"},
+        {"question": "2?", "answer": "2", "level": 2, "tags": [], "extra": {"b": {"c": None}}, "mixed": 5},
+        {
+            "question": "3?",
+            "answer": "3",
+            "level": None,
+            "extra": None,
+            "mixed": {"é": 1.5},
+            "late": True,
+            "gold": "g",
+        },
+        {"question": "4?", "answer": "4", "big": 2**70, "torn": "\ud83d", "nan": math.nan},
+    ]
+    file = jsonl(tmp_path / "a.jsonl", [json.dumps(row) for row in rows])
+    problems = load_problems(config(file), "train")
+    dataset = to_dataset(problems, config(file))
+    own = ("level", "tags", "extra", "mixed", "late")
+    for row, made in zip(rows, dataset, strict=True):
+        assert {name: made[name] for name in own} == {name: row.get(name) for name in own}
+    assert math.isnan(dataset[3]["nan"]) and int(dataset[3]["big"]) == 2**70
+    assert [row["gold"] for row in dataset] == ["1", "2", "3", "4"], "a run's columns are not replaced"
+    assert set(reward_columns(config(file), "train")) == {"question", "answer", "nan", "big", "torn", *own}
+    assert hidden_columns(problems, config(file)) == ["gold"]
+    named = config(file, answer_column="gold")
+    assert hidden_columns(problems, named) == []
 
 
 class WordTokenizer:

@@ -295,7 +295,11 @@ def test_what_is_no_reward_stops_the_cell(module, name, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("kit_test_rewards:demanding", "needs an argument 'ground_truth'; a reward gets prompts, completions, gold"),
+        (
+            "kit_test_rewards:demanding",
+            "needs an argument 'ground_truth'; a reward gets prompts, completions, gold, problem_id, "
+            "question, answer, level",
+        ),
         ("kit_test_rewards:notafunction", "is a int, not a function"),
         ("kit_test_rewards:missing", "cannot be imported: AttributeError"),
         ("no_such_module_anywhere:f", "cannot be imported: ModuleNotFoundError"),
@@ -305,7 +309,9 @@ def test_what_is_no_reward_stops_the_cell(module, name, message):
         ("length", "counts a run's tokens"),
     ],
 )
-def test_a_reward_that_cannot_be_called_is_refused_beforehand(module, name, message):
+def test_a_reward_that_cannot_be_called_is_refused_beforehand(module, tmp_path, name, message):
+    (tmp_path / "problems").mkdir()
+    write(tmp_path / "problems", "test.jsonl", [{"question": "1?", "answer": "1", "level": 3}])
     with pytest.raises(BadInput, match=message):
         scoring_of(config(eval={"reward": name}))
 

@@ -36,8 +36,12 @@ KNOWN = leaves()
 
 
 def exists(key: str) -> bool:
-    """Whether the configuration has this key or group; below train.trl, TRL's own fields, any name goes."""
-    return key in KNOWN or key.startswith("train.trl.") or any(one.startswith(f"{key}.") for one in KNOWN)
+    """Whether the configuration has this key or group; below train.trl and reward.options any name goes."""
+    return (
+        key in KNOWN
+        or key.startswith(("train.trl.", "reward.options."))
+        or any(one.startswith(f"{key}.") for one in KNOWN)
+    )
 
 
 def is_module(name: str) -> bool:

@@ -198,10 +198,11 @@ def test_the_suite_has_at_least_150_attempts_of_every_kind_and_controls():
     for task in tasks:
         kinds = {case.pays for case in attack.suite(task)}
         assert kinds == {True, False}, task
-    assert set(REWARDS) - tasks == {"length"}  # a count of tokens: nothing to read, nothing to trick
+    # A count of tokens: nothing to read, nothing to trick. Another model: nothing that a suite could foresee.
+    assert set(REWARDS) - tasks == {"length", *attack.MODELS}
 
 
-@pytest.mark.parametrize("task", [name for name in REWARDS if name not in ("math", "code", "length")])
+@pytest.mark.parametrize("task", [name for name in REWARDS if name not in ("math", "code", "length", *attack.MODELS)])
 def test_no_attempt_is_paid_and_every_control_is(task, capsys):
     assert main(["attack", "--task", task]) == 0, capsys.readouterr().out
 

@@ -1,7 +1,9 @@
 """A reward function of the user's, `module:function`: what is refused beforehand, and what it gives is not guessed."""
 
+import asyncio
 import pickle
 import sys
+import time
 
 import pytest
 
@@ -12,6 +14,7 @@ from reward.attack import main as attack
 from reward.own import RewardFailed
 
 MODULE = """
+import asyncio
 import torch
 
 def brief(completions, *, most: int = 3, **columns):
@@ -40,7 +43,29 @@ def demanding(completions, ground_truth): return []
 def counted(completions, *, budget=None): return [None] * len(completions)
 def runs(completions): return [0.0] * len(completions)
 runs.executes_code = True
-async def waits(completions): return []
+async def waits(completions, *, seconds: float = 0.0, stubborn: bool = False):
+    for _ in range(2 if stubborn else 1):
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            if not stubborn: raise
+    return [1.0, None, 0.5]
+async def breaks(completions): raise KeyError("its own fault")
+async def forgets(completions): pass
+class Later:
+    async def __call__(self, completions, gold): return [0.25] * len(completions)
+later = Later()
+def leveled(completions, level, *, hint, deep: int = 1): return [float(l + h + deep) for l, h in zip(level, hint)]
+def best(completions, gold, level=None):
+    longest = max(map(len, completions))
+    CALLS.append((completions, gold, level))
+    return [float(len(one) == longest) for one in completions]
+best.group = True
+async def worst(completions, problem_id):
+    await asyncio.sleep(0.2)
+    return [None if one == "" else -1.0 for one in completions]
+worst.group = True
+CALLS = []
 
 class Judge:
     def __call__(self, completions, gold): return [1.0] * len(completions)
@@ -56,10 +81,10 @@ def own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "kit_own_rewards", raising=False)
 
-    def load(function: str, options: dict | None = None, **fields):
+    def load(function: str, options: dict | None = None, columns: tuple = (), group: int | None = None, **fields):
         name = f"kit_own_rewards:{function}"
         given = {} if options is None else {"options": {name: options}}
-        return reward_functions(RewardConfig(functions=[name], **given, **fields))[0][0]
+        return reward_functions(RewardConfig(functions=[name], **given, **fields), columns, group)[0][0]
 
     return load
 
@@ -98,7 +123,8 @@ def test_a_function_with_further_arguments_gets_all_that_a_run_gives(own):
     [
         ("absent", None, "cannot be imported: AttributeError"),
         ("word", None, "is a str, not a function"),
-        ("waits", None, "is async"),
+        ("best", None, "judges the completions of a group together, and here there are no groups"),
+        ("leveled", None, "needs an argument 'level'; a reward gets prompts"),
         ("demanding", None, "needs an argument 'ground_truth'; a reward gets prompts, completions, gold"),
         ("strict", None, r"reward.options.kit_own_rewards:strict.level must be set"),
         ("strict", {"level": "high"}, "level must be an integer"),
@@ -164,3 +190,66 @@ def test_the_attack_suite_says_that_it_has_no_cases_of_it(own, tmp_path, capsys)
     file.write_text("\n".join([*groups, "reward: {functions: ['kit_own_rewards:few', boxed_format]}"]))
     attack(["--config", str(file)])
     assert "skipped: kit_own_rewards:few (the suite has no cases for it)" in capsys.readouterr().out
+
+
+def test_it_gets_the_columns_of_the_data_that_it_names(own):
+    columns = ("question", "level", "hint", "deep")
+    reward = own("leveled", columns=columns)
+    data = {"level": [1, 2, 3], "hint": [0.5] * 3, "deep": [9] * 3, "question": ["?"] * 3}
+    assert reward(**BATCH, **data) == [2.5, 3.5, 4.5], "deep has a default, so it is an option and not the column"
+    assert own("leveled", {"deep": 2}, columns)(**BATCH, **data) == [3.5, 4.5, 5.5]
+    assert own("seen", columns=columns)(**BATCH, **data) == [12.0] * 3
+    with pytest.raises(BadInput, match=r"gets prompts, .*budget, question, level\.$"):
+        own("demanding", columns=("question", "level"))
+    with pytest.raises(BadInput, match=r"hint must be set"):
+        own("leveled", columns=("level",))
+
+
+def test_async_functions_are_awaited_and_run_at_the_same_time(own):
+    assert asyncio.run(own("later")(**BATCH)) == [0.25] * 3
+    rewards = [own("waits", {"seconds": 0.5}) for _ in range(4)]
+
+    async def together():
+        return await asyncio.gather(*(reward(**BATCH) for reward in rewards))
+
+    began = time.perf_counter()
+    assert asyncio.run(together()) == [[1.0, None, 0.5]] * 4
+    assert time.perf_counter() - began < 1.5
+    assert [reward.unknown_counts for reward in rewards] == [{"none": 1}] * 4
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_an_async_call_that_is_late_is_unknown_and_counted(own, stubborn):
+    reward = own("waits", {"seconds": 1.0, "stubborn": stubborn}, request_timeout_s=0.2)
+
+    async def timed():
+        began = time.perf_counter()
+        return await reward(**BATCH), time.perf_counter() - began
+
+    found, seconds = asyncio.run(timed())
+    assert found == [None] * 3 and seconds < 0.8
+    assert reward.unknown_counts == {"late": 3}
+    with pytest.raises(CheckFailed, match=r"late 6.*\n(.*\n)*Raise reward.request_timeout_s"):
+        asyncio.run(reward(**BATCH))
+
+
+def test_what_an_async_function_raises_ends_the_run(own):
+    with pytest.raises(RewardFailed, match="raised KeyError: 'its own fault'") as error:
+        asyncio.run(own("breaks")(**BATCH))
+    assert isinstance(error.value.__cause__, KeyError)
+    with pytest.raises(CheckFailed, match="returned None, not a list"):
+        asyncio.run(own("forgets")(**BATCH))
+
+
+def test_a_group_function_is_called_once_for_each_group(own):
+    reward = own("best", columns=("level",), group=2)
+    batch = {"prompts": ["p"] * 4, "completions": ["abc", "a", "", "xy"], "gold": ["1", "1", "2", "2"]}
+    batch |= {"problem_id": ["1", "1", "2", "2"], "level": [5, 5, 6, 6], "log_metric": print}
+    sys.modules["kit_own_rewards"].CALLS.clear()
+    assert reward(**batch) == [1.0, 0.0, 0.0, 1.0]
+    calls = [(["abc", "a"], ["1", "1"], [5, 5]), (["", "xy"], ["2", "2"], [6, 6])]
+    assert sys.modules["kit_own_rewards"].CALLS == calls
+    later, began = own("worst", group=2), time.perf_counter()
+    assert asyncio.run(later(**batch)) == [-1.0, -1.0, None, -1.0]
+    assert time.perf_counter() - began < 0.35, "the groups of an async function run at the same time"
+    assert later.unknown_counts == {"none": 1}

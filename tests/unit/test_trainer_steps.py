@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import Trainer
 from trl import GRPOTrainer, import_utils
 
+from kit.core.chat import question_messages
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_manifest, write_manifest
@@ -364,9 +365,11 @@ def test_the_lag_is_the_number_of_updates_since_the_version_that_sampled(policy,
 def test_completions_are_written_row_by_row_with_what_belongs_to_them(policy, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "log", lambda self, logs, start_time: None)
     rewards = [{"math": float(n), "form": 3.0 + n} for n in range(3)]
-    prompts = [[{"content": "system"}, {"content": f"p{n}"}] for n in range(3)]
+    prompts = [question_messages(f"p{n}", "system", None) for n in range(3)]
+    prompts[1] = [{"role": "user", "content": "before"}, *prompts[1]]  # a conversation of the data
     completions = [[{"content": f"c{n}"}] for n in range(3)]
-    made = policy("--watch.completions_per_step=2", callback_handler=SimpleNamespace(callbacks=[]))
+    settings = ("--watch.completions_per_step=2", "--data.system_prompt=system")
+    made = policy(*settings, callback_handler=SimpleNamespace(callbacks=[]))
     for step, tokens in ((6, 9), (7, 0), (7, 9)):
         made.state.global_step = step
         made._sampled = Sampled(list("aab"), prompts, completions, rewards, [-1.0, 0.0, 1.0], [5, 6, 5])
@@ -376,7 +379,7 @@ def test_completions_are_written_row_by_row_with_what_belongs_to_them(policy, mo
     for number, row in enumerate(made.recorder.written[7]):
         assert row == {
             "problem_id": "aab"[number],
-            "prompt": f"p{number}",
+            "prompt": ("p0", prompts[1])[number],
             "completion": f"c{number}",
             "rewards": {"math": float(number), "form": 3.0 + number},
             "advantage": number - 1.0,

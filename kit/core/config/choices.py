@@ -18,4 +18,4 @@ OPTIMIZERS = (
 )
 # Reward functions in reward/.
 REWARDS: tuple[str, ...] = ("math", "gsm8k_strict", "gsm8k_lenient", "code", "countdown", "arithmetic")
-REWARDS += ("boxed_format", "think_format", "length", "repetition", "language")
+REWARDS += ("boxed_format", "think_format", "length", "repetition", "language", "llm_judge", "reward_model")

@@ -216,6 +216,7 @@ class RewardConfig:
     )
     weights: list[float] | None = _option(None, "one weight per function; default 1 each")
     timeout_s: float = _option(2.0, "wall-clock limit per answer comparison", ABOVE_0)
+    request_timeout_s: float = _option(60.0, "wall-clock limit per call of an async reward of your own", ABOVE_0)
     workers: int = _option(2, "killable worker processes for comparisons that need a parser", FROM_1)
     max_unknown_fraction: float = _option(0.02, "stop when more rewards than this could not be computed", SHARE)
     options: dict[str, Any] = _option({}, "settings of reward functions by their name, e.g. {math: {ordered: false}}")
@@ -267,8 +268,16 @@ class DataConfig:
     train_split: str = _option("train", "split to train on")
     eval_split: str = _option("test", "held-out split")
     eval_path: str | None = _option(None, "local file of held-out problems; overrides eval_split")
-    question_column: str = _option("question", "column of the problem text; Body+Question joins two")
-    answer_column: str = _option("answer", "column of the reference answer")
+    question_column: str = _option(
+        "question",
+        "column of the problem: text, or messages [{role, content}]; Body+Question joins two texts; without this "
+        "column, prompt is taken",
+    )
+    answer_column: str = _option(
+        "answer",
+        "column of the reference answer, or a path such as reward_model.ground_truth; without this column, solution "
+        "or reward_model.ground_truth is taken",
+    )
     answer_format: Literal["gsm8k", "boxed", "plain", "countdown", "code", "mbpp", "humaneval", "any"] = _option(
         "plain",
         "where the answer is: #### 42, \\boxed{42}, 42; for code, the format of the tests (reward/code_gold.py); "
