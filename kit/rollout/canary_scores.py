@@ -40,14 +40,14 @@ class CanaryScorer:
         for row, ids in enumerate(prompts):
             first.setdefault(tuple(ids), row)
         self._rows = [row for ids, row in first.items() if len(ids) > 1][: self.prompts]
-        # Keep the tokens nearest to the answer, and at least two: one token alone has no log-prob.
-        kept = max(2, min(MOST_PROMPT_TOKENS, self.most_tokens // 2))
-        self.sequences = [list(prompts[row])[-kept:] for row in self._rows]
+        self.sequences = [self._end(prompts[row]) for row in self._rows]
 
-    def extend(self, completions: list[list[int]]) -> None:
-        """Append, once, the completions of that same generation."""
+    def extend(self, completions: list[list[int]], prompts: list[list[int]] | None = None) -> None:
+        """Append, once, the completions of that same generation; `prompts` replace those taken, if it had others."""
         if self._extended or not self.sequences:
             return
+        if prompts is not None:
+            self.sequences = [self._end(prompts[row]) for row in self._rows]
         for row, ids in zip(self._rows, self.sequences, strict=True):
             ids += list(completions[row])[: self.most_tokens - len(ids)]
         self._extended, self._base = True, None
@@ -61,6 +61,10 @@ class CanaryScorer:
         if self._base is None:
             self._base = self._checked(policy.score(self.sequences, is_adapted=False))
         return Scores(self.sequences, adapted, self._base)
+
+    def _end(self, prompt: list[int]) -> list[int]:
+        # The tokens nearest to the answer, and at least two: one token alone has no log-prob.
+        return list(prompt)[-max(2, min(MOST_PROMPT_TOKENS, self.most_tokens // 2)) :]
 
     def _checked(self, scores: list[np.ndarray]) -> list[np.ndarray]:
         if bad := sum(int((~np.isfinite(one)).sum()) for one in scores):

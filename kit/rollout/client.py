@@ -20,6 +20,7 @@ from kit.core.limits import VLLM_BELOW, VLLM_FROM
 from kit.core.run_directory import RunDir, base_directory, read_json
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.gpu_memory import free_gpu_cache
+from kit.rollout.episodes import EpisodeResult, EpisodeRunner
 from kit.rollout.generation import Generation
 from kit.rollout.overlap import Ahead
 from kit.rollout.policy_view import PolicyView, Processes, Report, Rollouts
@@ -34,11 +35,11 @@ OTHER_REQUESTS = 10  # sequential requests of a step besides generation: wake, s
 class ServerRollout:
     """Generate the groups of a step on the replicas of `rollout.server_urls`; a `Sampler` used by every trainer
     process. The report of `generate` has figures of the sync in the main process, and `rollout_hidden`: the seconds of
-    generation after `begin`, before `generate` waited for the rest.
+    generation after `begin`, before `generate` waited for the rest. With `episodes`, also an `EpisodeSampler`.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, run: RunDir):
-        self.config, self.tokenizer, self.run = config, tokenizer, run
+    def __init__(self, config: Config, tokenizer: Any, run: RunDir, episodes: EpisodeRunner | None = None):
+        self.config, self.tokenizer, self.run, self.episodes = config, tokenizer, run, episodes
         rollout = config.rollout
         self.context = rollout.max_prompt_length + rollout.max_completion_length
         self.replicas = [Replica(url, rollout.request_timeout_s, rollout.max_in_flight) for url in rollout.server_urls]
@@ -203,20 +204,12 @@ class ServerRollout:
         """
         from accelerate.utils import gather_object
 
-        everything, report = gather_object(prompt_ids), Report({}, {})
-        if self.config.rollout.overlap:
-            report.seconds["rollout_hidden"] = 0.0
+        everything, report, stop = gather_object(prompt_ids), self._new_report(), policy.stop_token_ids
         if group is None and self._ahead is not None:
             samples, version = self._take(policy, everything, report)
         else:
-            if self.config.server.sleep:
-                # In every process, before the replicas wake: they need the memory of the update's cached blocks.
-                free_gpu_cache()
-                policy.processes.wait_for_everyone()
             self.sync.scorer.choose(everything)
-            error = self._prepare(policy)
-            step = lambda: self._step(policy, everything, group, report)  # noqa: E731
-            samples = self._in_main_process(policy.processes, step, error)
+            samples = self._sample(policy, lambda: self._generate_groups(everything, stop, group), report)
             version = self._served
         self.sync.scorer.extend([ids for ids, *_ in samples])
         start = policy.processes.process_index * len(prompt_ids)
@@ -228,26 +221,81 @@ class ServerRollout:
     def begin(self, policy: PolicyView, prompt_ids: list[list[int]]) -> Report:
         """Sync the adapter, then start generating for this process's prompts. The next `generate` must be for the same
         prompts and takes the result. Without prompts, only sync. Called by all processes together."""
+        stop = policy.stop_token_ids
+        return self._begin(policy, prompt_ids, lambda prompts: self._generate_groups(prompts, stop))
+
+    def run_episodes(
+        self, policy: PolicyView, rows: list[dict], group: int | None = None
+    ) -> tuple[list[EpisodeResult], Report]:
+        """Run an episode on each of this process's rows, in order; `group` (default `group_size`) in a row are alike.
+
+        All episodes of a step run in the main process, turn by turn on the replicas, and every process gets its
+        share. So the environments are there: in the other processes a result has no `episode`, and the environment's
+        own reward travels with it. The caller closes the episodes that it gets.
+        """
         from accelerate.utils import gather_object
 
-        ahead, report = Ahead(gather_object(prompt_ids)), Report({}, {})
+        everything, report = gather_object(rows), self._new_report()
+        if group is None and self._ahead is not None:
+            results, _ = self._take(policy, everything, report)
+        else:
+            size = group or self.config.rollout.group_size
+            self._choose_canary(everything, size)
+            work = lambda: self._all_episodes(everything, policy.stop_token_ids, size)  # noqa: E731
+            results = self._sample(policy, work, report)
+        self.sync.scorer.extend([one.first_turn for one in results], [one.prompt_ids for one in results])
+        start = policy.processes.process_index * len(rows)
+        for number, result in enumerate(results):
+            if result.episode is not None and not start <= number < start + len(rows):
+                result.episode.close()
+        return results[start : start + len(rows)], report
+
+    def begin_episodes(self, policy: PolicyView, rows: list[dict]) -> Report:
+        """Sync the adapter, then start the episodes of this process's rows, as `begin` does for prompts."""
+        stop, size = policy.stop_token_ids, self.config.rollout.group_size
+        return self._begin(policy, rows, lambda everything: self._all_episodes(everything, stop, size))
+
+    def _begin(self, policy: PolicyView, rows: list, generate: Callable[[list], list]) -> Report:
+        from accelerate.utils import gather_object
+
+        ahead, report = Ahead(gather_object(rows)), Report({}, {})
         error = self._prepare(policy)
-        self._in_main_process(policy.processes, lambda: self._start(policy, ahead, report), error)
+        start = lambda: self._start(policy, ahead, lambda: generate(ahead.rows), report)  # noqa: E731
+        self._in_main_process(policy.processes, start, error)
         ahead.version = self._served
-        self._ahead = ahead if ahead.prompts else None
+        self._ahead = ahead if ahead.rows else None
         return report
 
-    def _take(self, policy: PolicyView, prompts: list[list[int]], report: Report) -> tuple[list[tuple], int]:
-        """Return the samples that `begin` requested and the version that made them."""
+    def _new_report(self) -> Report:
+        return Report({}, {"rollout_hidden": 0.0} if self.config.rollout.overlap else {})
+
+    def _take(self, policy: PolicyView, rows: list, report: Report) -> tuple[list, int]:
+        """Return what `begin` requested and the version that made it."""
         ahead, self._ahead = self._ahead, None
-        if ahead.prompts != prompts:
+        if ahead.rows != rows:
             raise CheckFailed(
-                f"the {len(prompts)} prompts of this step are not the {len(ahead.prompts)} that were generated ahead: "
+                f"the {len(rows)} prompts of this step are not the {len(ahead.rows)} that were generated ahead: "
                 "the trainer no longer draws its batches as rollout.overlap expects. Set it to false."
             )
         samples = self._in_main_process(policy.processes, ahead.take)
         report.seconds["rollout_hidden"] = ahead.hidden_s
         return samples, ahead.version
+
+    def _sample(self, policy: PolicyView, generate: Callable[[], list], report: Report) -> list:
+        """Sync the adapter and generate, in the main process; return its result in every process."""
+        if self.config.server.sleep:
+            # In every process, before the replicas wake: they need the memory of the update's cached blocks.
+            free_gpu_cache()
+            policy.processes.wait_for_everyone()
+        error = self._prepare(policy)
+        return self._in_main_process(policy.processes, lambda: self._step(policy, generate, report), error)
+
+    def _choose_canary(self, rows: list[dict], group: int) -> None:
+        """Let the canary score prompts of rows whose episodes have not started; their own follow with the first
+        turns."""
+        if not self.sync.scorer.sequences:
+            first = rows[: group * self.sync.scorer.prompts]
+            self.sync.scorer.choose([self.episodes.tokens.prompt_ids(row["prompt"], None) for row in first])
 
     def _prepare(self, policy: PolicyView) -> KitError | None:
         """For a split base, let all processes collect what a sync needs; return the error of this process, which is
@@ -306,9 +354,13 @@ class ServerRollout:
         config, rollout = self.config, self.config.rollout
         completions = config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
         prompts = completions * distributed.get_world_size() // rollout.group_size + config.watch.eval_problems
+        longest = rollout.server_wait_s
+        if config.environment.is_given:  # a request for each turn of each episode; their environments run side by side
+            prompts *= rollout.group_size * config.environment.max_turns
+            longest += config.environment.episode_timeout_s
         at_once = max(1, min(rollout.max_in_flight, 2 * len(self.replicas)))  # the dispatcher never sends fewer
         requests = OTHER_REQUESTS + math.ceil(prompts / at_once) * (1 + rollout.retries)
-        return rollout.server_wait_s + requests * rollout.request_timeout_s
+        return longest + requests * rollout.request_timeout_s
 
     def close(self) -> None:
         """Leave the replicas awake; called once by the main process, however the run ends."""
@@ -322,14 +374,14 @@ class ServerRollout:
         for url, reason in reasons.items():
             print(f"{url} may be left asleep: {reason}. The next start of a trainer wakes it.", flush=True)
 
-    def _step(self, policy: PolicyView, prompts: list[list[int]], group: int | None, report: Report) -> list[tuple]:
-        """Wake, sync, generate, sleep; return the samples of all processes."""
+    def _step(self, policy: PolicyView, generate: Callable[[], list], report: Report) -> list:
+        """Wake, sync, generate, sleep; return what `generate` makes for all processes."""
         if self._may_be_asleep:
             with timed(report.seconds, "wake"):
                 self._all_or_fail(lambda replica: replica.wake(), "wake up")
             self._may_be_asleep = False
         self._sync(policy, report)
-        samples = self._generate_groups(prompts, policy.stop_token_ids, group)
+        samples = generate()
         if self.config.server.sleep:
             with timed(report.seconds, "sleep"):
                 self._may_be_asleep = True
@@ -338,18 +390,17 @@ class ServerRollout:
         self._drop_connections()
         return samples
 
-    def _start(self, policy: PolicyView, ahead: Ahead, report: Report) -> None:
+    def _start(self, policy: PolicyView, ahead: Ahead, generate: Callable[[], list], report: Report) -> None:
         """Sync, then generate in the background."""
         self._sync(policy, report)
-        stop = policy.stop_token_ids
 
-        def generate() -> list[tuple]:
-            samples = self._generate_groups(ahead.prompts, stop)
+        def work() -> list:
+            samples = generate()
             self._drop_connections()
             return samples
 
-        if ahead.prompts:
-            ahead.start(generate)
+        if ahead.rows:
+            ahead.start(work)
 
     def _sync(self, policy: PolicyView, report: Report) -> None:
         if self._ahead is not None and policy.version != self.sync.served:
@@ -372,6 +423,11 @@ class ServerRollout:
             for samples in self._generation(stop).groups(prompts, group)
             for sample in samples
         ]
+
+    def _all_episodes(self, rows: list[dict], stop: list[int], group: int) -> list[EpisodeResult]:
+        """Results of an episode on each row."""
+        with self._generation(stop).turns(group) as turns:
+            return self.episodes.submit(rows, turns, stop).result()
 
     def _generation(self, stop: list[int]) -> Generation:
         """Requests of the version that the replicas serve; `stop` ends a completion."""

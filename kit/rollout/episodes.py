@@ -67,9 +67,18 @@ class EpisodeResult:
     environment_s: float = 0.0  # seconds in the environment
     episode: Episode | None = None  # where it ran; closed after the rewards
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"episode": None}  # which stays in its process
+
     @property
     def turns(self) -> int:
         return len(self.versions)
+
+    @property
+    def first_turn(self) -> list[int]:
+        """The token ids that the model wrote before the first answer."""
+        written = self.sampled.index(0) if 0 in self.sampled else len(self.sampled)
+        return self.completion_ids[:written]
 
     @property
     def is_truncated(self) -> bool:

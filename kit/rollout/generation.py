@@ -1,15 +1,19 @@
-"""Generate requests to the replicas: what is asked for, and which answers are accepted.
+"""Generate requests to the replicas: what is asked for a group or a turn, and which answers are accepted.
 
-A group is one request of n completions. Every answer must be of the version that was asked for.
+A group is one request of n completions. A turn of an episode is one of its own, sent when its episode needs it; vLLM
+computes only what its prefix cache lacks, so the turns of a group go to one replica (`dispatch.py`). Every answer must
+be of the version that was asked for.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 
 from kit.core.config.schema import RolloutConfig
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir
-from kit.rollout.dispatch import Ask, Dispatcher, GenerationFailed
+from kit.rollout.dispatch import Ask, Dispatcher, GenerationFailed, Requests
+from kit.rollout.episodes import Turn
 from kit.rollout.protocol import Sampling
 from kit.rollout.replica import Replica, ReplicaError, Sample
 from kit.rollout.sync import restart_hint
@@ -39,6 +43,13 @@ class Generation:
         """Return `n` completions of each prompt; `CheckFailed` if a replica fails for good."""
         with self._failure_named():
             return self._dispatcher(n).run(prompts, self._ask(n, self.rollout.max_completion_length), self.name)
+
+    @contextlib.contextmanager
+    def turns(self, group: int) -> Iterator["ServerTurns"]:
+        """Sample turns of episodes until the block ends; `group` of them in a row share a prompt. A failure of a
+        replica ends the block with `CheckFailed`."""
+        with self._failure_named(), self._dispatcher(1).open(self.name) as requests:
+            yield ServerTurns(self, requests, group)
 
     def _dispatcher(self, n: int) -> Dispatcher:
         capacity, rollout = [max(1.0, most / n) for most in self.at_once], self.rollout
@@ -91,6 +102,23 @@ class Generation:
                 f"{len(failed.errors)} of at most {1 + self.rollout.retries}: {failed}. "
                 + restart_hint(self.run, {error.url for error in failed.errors})
             ) from None
+
+
+class ServerTurns:
+    """A `TurnSampler` on the replicas: each turn is a request of its own."""
+
+    def __init__(self, generation: Generation, requests: Requests, group: int):
+        self._generation, self._requests, self._group = generation, requests, group
+
+    async def turn(self, episode: int, prompt_ids: list[int], max_tokens: int) -> Turn:
+        """The turn that follows `prompt_ids`. Other episodes go on while it is generated."""
+        ask = self._generation._ask(1, max_tokens)
+        request = self._requests.submit(prompt_ids, ask, home=episode // self._group)
+        (sample,) = await asyncio.wrap_future(request)
+        return Turn(sample.token_ids.tolist(), sample.logprobs.tolist(), self._generation.version)
+
+    def leave(self, episode: int) -> None:
+        pass
 
 
 def experts_fault(samples: list[Sample], prompt_tokens: int) -> str | None:

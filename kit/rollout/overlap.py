@@ -25,12 +25,13 @@ Batches = tuple[list, Any]  # what transformers' `get_batch_samples` returns: a 
 class Ahead:
     """A batch generated in a background thread.
 
-    `prompts` are the token ids of all processes, `version` is the adapter version that samples. After `take`,
-    `hidden_s` is the number of seconds it was generated before anyone waited for it. Only the main process starts it.
+    `rows` are all processes' prompts, or the rows of their episodes; `version` is the adapter version that samples.
+    After `take`, `hidden_s` is the number of seconds it was generated before anyone waited for it. Only the main
+    process starts it.
     """
 
-    def __init__(self, prompts: list[list[int]]):
-        self.prompts, self.hidden_s = prompts, 0.0
+    def __init__(self, rows: list):
+        self.rows, self.hidden_s = rows, 0.0
         self.version: int | None = None
         self._samples: Any = None
         self._error: BaseException | None = None

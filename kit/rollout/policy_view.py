@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import torch
 
     from kit.rollout.adapter_file import AdapterFile
+    from kit.rollout.episodes import EpisodeResult
 
 
 class Processes(Protocol):
@@ -78,3 +79,17 @@ class AheadSampler(Sampler, Protocol):
 
     def begin(self, policy: PolicyView, prompt_ids: list[list[int]]) -> Report:
         """Start to generate; the next `generate` must be for the same prompts and takes the result."""
+
+
+class EpisodeSampler(Sampler, Protocol):
+    """A sampler that also runs episodes of an environment."""
+
+    def run_episodes(
+        self, policy: PolicyView, rows: list[dict], group: int | None = None
+    ) -> "tuple[list[EpisodeResult], Report]":
+        """Run an episode on each of this process's rows (`Environment.start`), in order; called by all processes
+        together. `group` (default `rollout.group_size`) rows in a row are alike."""
+
+    def begin_episodes(self, policy: PolicyView, rows: list[dict]) -> Report:
+        """Start the episodes (`rollout.overlap`); the next `run_episodes` must be for the same rows and takes their
+        results."""

@@ -481,11 +481,11 @@ def test_every_process_frees_its_gpu_memory_before_the_replicas_wake(rollout, mo
     found = served(rollout(1, {"sleep_enabled": True}, "--server.sleep=true"))
     order = []
 
-    def step(policy: Any, prompts: list, *others: Any) -> list:
+    def step(policy: Any, generate: Any, report: Any) -> list:
         order.append("step")
         if fails:
             raise CheckFailed("the replica did not wake up")
-        return [([1], [-0.5], None)] * len(prompts)
+        return [([1], [-0.5], None)] * GROUP
 
     def broadcast(outcome: list) -> None:
         order.append("broadcast")
