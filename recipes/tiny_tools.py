@@ -7,7 +7,7 @@ are episodes played with the classes of recipes/environments:
     calculator   "Tom has 37 boxes of 48 apples and sells 12. …" Some demonstrations call the calculator with the
                  right expression, some misread a digit, some box a guess without a call. A fifth has no tool in the
                  prompt and boxes the true result, so the model shows what it can do without one.
-    guess        a secret number of 1 to 20, found by "higher" and "lower". Every guess is drawn from the whole range,
+    guess        a secret number of 1 to 10, found by "higher" and "lower". Every guess is drawn from the whole range,
                  whatever the answers before it were.
 
     python recipes/tiny_tools.py --task calculator --out models/tiny-calculator
@@ -91,7 +91,7 @@ STORIES = {
     "{a}*{b}+{c}": "{who} has {a} boxes of {b} {what} and buys {c} more. How many {what}?",
     "{a}*{b}-{c}": "{who} has {a} boxes of {b} {what} and sells {c}. How many {what}?",
 }
-HIGHEST = 20  # secret numbers are 1 to this
+HIGHEST = 10  # secret numbers are 1 to this
 MARKS = re.compile(r"<\|im_start\|>|<\|im_end\|>|</?tool_call>")
 Episode = tuple[list[dict], list[Callable] | None]  # messages, tools of the prompt
 
@@ -228,6 +228,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--problems", type=int, default=20_000, help="training problems")
     parser.add_argument("--heldout", type=int, default=600, help="held-out problems")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="data-parallel processes")
+    parser.add_argument("--device", default="cpu", help="where it trains: cpu, with --processes, or cuda")
     parser.add_argument("--dry_run", action="store_true", help="check the options, make nothing")
     parser.add_argument("--overwrite", action="store_true")
     return parser.parse_args()

@@ -3,7 +3,7 @@
 TRL's contract for `environment_factory`; imports nothing of the kit, so it also runs under `trl.GRPOTrainer`. The
 secret is the row's `answer`, which the prompt does not show; the environment pays the return itself (`get_reward`).
 
-    environment: {factory: recipes.environments.guess:GuessNumber, options: {guesses: 6}, max_turns: 7}
+    environment: {factory: recipes.environments.guess:GuessNumber, options: {guesses: 4}, max_turns: 5}
 """
 
 
@@ -13,7 +13,7 @@ class GuessNumber:
     `guesses` is the number of guesses that can still be paid.
     """
 
-    def __init__(self, guesses: int = 6) -> None:
+    def __init__(self, guesses: int = 4) -> None:
         self.guesses = guesses
         self.secret = 0
         self.made = 0
