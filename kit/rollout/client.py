@@ -69,6 +69,13 @@ class ServerRollout:
                 self.check_base(read_json(file)["hash"], str(file))
                 break
         self._may_be_asleep = any(info["asleep"] for info in self._infos.values())
+        if self.config.environment.is_given and is_main_process():
+            for url in [url for url, info in self._infos.items() if not info["prefix_caching"]]:
+                print(
+                    f"{url} has no prefix cache: it computes each turn's whole context again. Restart it with "
+                    "server.vllm {enable_prefix_caching: true} if its model allows that.",
+                    flush=True,
+                )
 
     def check_base(self, base_hash: str, source: str = "the trainer's base") -> None:
         """`BadInput` unless every replica holds the base with this base hash."""

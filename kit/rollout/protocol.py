@@ -68,6 +68,7 @@ class Info(TypedDict):
     weights: str  # vLLM's quantization, bf16 or float32
     quant_cfg: str | None
     kv_cache: str
+    prefix_caching: bool  # whether a prompt computes only what the KV cache lacks
     logprobs_mode: str
     max_model_len: int
     max_num_seqs: int

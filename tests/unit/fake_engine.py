@@ -92,7 +92,7 @@ class Engine:
                 enable_sleep_mode=sleep,
                 get_vocab_size=lambda: 300,
             ),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
+            cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=workers,

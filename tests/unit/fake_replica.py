@@ -52,6 +52,7 @@ class FakeReplica(ThreadingHTTPServer):
             **{
                 "weights": "fp8_per_channel",
                 "kv_cache": "auto",
+                "prefix_caching": True,
                 "logprobs_mode": "processed_logprobs",
                 "max_model_len": 4096,
             },

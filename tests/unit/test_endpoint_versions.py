@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.rollout.protocol import encode_ids
+from kit.rollout.protocol import decode_floats, encode_ids
 from kit.rollout.server import versions
 from tests.unit.fake_engine import (
     HASH,
@@ -204,6 +204,55 @@ def test_folding_in_runs_while_nothing_is_generated_and_nothing_is_cached(server
     resets = ["reset_prefix_cache"] * 3
     assert server.engine.calls == ["pause", "remerge_activate s1/1", *resets, "resume"]
     assert status == 200 and {"pause", "remerge", "resume", "total"} <= answer["seconds"].keys()
+
+
+class CachingEngine(Engine):
+    """Answers from the blocks of a prefix cache where it has them, as vLLM does: an answer's log-probs are of the
+    weights that computed the longest cached beginning of its prompt, under the name of the LoRA."""
+
+    def __init__(self, base: Path):
+        super().__init__(base)
+        self.cached: dict[tuple, float] = {}  # (LoRA's name, token ids) -> what computed them
+
+    async def generate(self, prompt: dict, params, request_id: str, lora_request=None):
+        ids, name = tuple(prompt["prompt_token_ids"]), lora_request and lora_request.lora_name
+        held = [key for key in self.cached if key[0] == name and ids[: len(key[1])] == key[1]]
+        logprob = self.cached[max(held, key=lambda key: len(key[1]))] if held else super().logprob(lora_request)
+        self.cached[name, ids] = self.answers = logprob
+        async for output in super().generate(prompt, params, request_id, lora_request):
+            yield output
+
+    def logprob(self, lora) -> float:
+        return self.answers
+
+    async def reset_prefix_cache(self) -> bool:
+        self.cached.clear()
+        return await super().reset_prefix_cache()
+
+
+@pytest.mark.parametrize("way", ["adapter", "remerge"])
+def test_a_later_turn_after_a_sync_reads_nothing_that_the_version_before_computed(base, tmp_path, way):
+    """Its tokens begin with those of the turn before, whose blocks the cache has."""
+
+    def turn(server: Server, ids: list[int], version: int) -> float:
+        body = generate_body(session="s1", version=version, token_ids=encode_ids(ids))
+        status, answer = server.post("generate", body)
+        assert status == 200, answer
+        return float(decode_floats(answer["samples"][0]["logprobs"])[0])
+
+    server, first = Server(CachingEngine(base), tmp_path), [1, 2, 3]
+    server.serve(1, way)
+    old = turn(server, first, 1)
+    assert turn(server, [*first, 7, 8, 4], 1) == old and len(server.engine.cached) == 2
+    server.serve(2, way)
+    new = turn(server, [*first, 7, 8, 4, 5], 2)
+    fresh = Server(Engine(base), tmp_path / "fresh")
+    fresh.serve(1, way)
+    fresh.serve(2, way)
+    assert new == turn(fresh, [*first, 7, 8, 4, 5], 2) != old
+    if way == "remerge":
+        assert server.post("noise", {"session": "s1", "version": 2, "sigma": 0.01, "seed": 1})[0] == 200
+        assert not server.engine.cached, "noise changes what the blocks should hold"
 
 
 def test_a_prefix_cache_that_cannot_be_reset_damages_the_server(server, monkeypatch):

@@ -18,7 +18,7 @@ from kit.rollout.episode_tokens import EpisodeTokens
 from kit.rollout.episodes import EpisodeResult, EpisodeRunner
 from kit.rollout.protocol import decode_ids, encode_floats, encode_ids
 from tests.unit.fake_replica import log_probs
-from tests.unit.test_rollout import GROUP, rollout, served, tokenizer, view  # noqa: F401
+from tests.unit.test_rollout import GROUP, LINEARS, rollout, served, tokenizer, view  # noqa: F401
 
 TURNS = 3
 WORD = 7  # what a stand-in replica says, then the stop token
@@ -232,6 +232,18 @@ def test_an_error_of_the_background_is_raised_where_the_episodes_are_taken(playi
     found.begin_episodes(view(), rows())
     with pytest.raises(CheckFailed, match="no KV cache left"):
         found.run_episodes(view(), rows())
+
+
+def test_a_replica_without_prefix_cache_is_named_at_the_start(playing, capsys):
+    found = playing(2, info={"prefix_caching": False})
+    out = capsys.readouterr().out
+    assert all(
+        f"{fake.url} has no prefix cache: it computes each turn's whole context again" in out for fake in found.fakes
+    )
+    for fake in found.fakes:
+        fake.info["prefix_caching"] = True
+    found.check(LINEARS, 316)
+    assert "prefix cache" not in capsys.readouterr().out
 
 
 def test_replicas_sleep_after_the_last_turn_of_a_step(playing, monkeypatch):

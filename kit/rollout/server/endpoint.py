@@ -147,6 +147,7 @@ class Routes:
             "weights": config.model_config.quantization or unquantized(config.model_config.dtype),
             "quant_cfg": versions.quant_cfg,
             "kv_cache": str(config.cache_config.cache_dtype),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "logprobs_mode": str(config.model_config.logprobs_mode),
             "max_model_len": config.model_config.max_model_len,
             "max_num_seqs": config.scheduler_config.max_num_seqs,

@@ -34,6 +34,7 @@ class SchedulerConfig(Protocol):
 
 class CacheConfig(Protocol):
     cache_dtype: str
+    enable_prefix_caching: bool
 
 
 class VllmConfig(Protocol):
