@@ -232,16 +232,21 @@ def heldout_gold_checks(config: "Config") -> dict[str, GoldCheck]:
 
 
 def reward_functions(
-    reward: "RewardConfig", columns: Collection[str] = (), group_size: int | None = None, folder: Path | None = None
+    reward: "RewardConfig",
+    columns: Collection[str] = (),
+    group_size: int | None = None,
+    folder: Path | None = None,
+    may_be_empty: bool = False,
 ) -> tuple[list[BoundReward], list[float]]:
     """The configured reward functions and their weights, for TRL's `reward_funcs` and `reward_weights`.
 
     `columns` are those of the data, which functions may take by name, `group_size` the completions of a problem (None:
-    there are no groups), `folder` the run's directory. Starts no process. Raises `BadInput` for an unknown or repeated
-    name, weights that do not match the functions, an unknown option or a wrong option value, an argument that is no
-    column, and a function that runs code while `allow_code_execution` is off.
+    there are no groups), `folder` the run's directory; `may_be_empty`: an environment has a reward. Starts no process.
+    Raises `BadInput` for an unknown or repeated name, weights that do not match the functions, an unknown option or a
+    wrong option value, an argument that is no column, and a function that runs code while `allow_code_execution` is
+    off.
     """
-    if not reward.functions:
+    if not reward.functions and not may_be_empty:
         raise BadInput(f"reward.functions is empty: name at least one of {', '.join(REWARDS)}.")
     for name in reward.functions:
         if is_own(name):

@@ -113,11 +113,16 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def message_text(message: str | list[dict] | None) -> str:
-    """The text of a completion or prompt in either of TRL's formats: a string, or a list of chat messages."""
+    """The text of a completion or prompt in either of TRL's formats: a string, or a list of chat messages.
+
+    Of a completion of several turns, only those of the model: what a tool or an environment wrote is no answer.
+    """
     if message is None:
         return ""
     if isinstance(message, str):
         return message
+    if message and message[0].get("role") == "assistant":
+        message = [part for part in message if part.get("role") == "assistant"]
     return "\n\n".join(_content(part) for part in message)
 
 

@@ -70,9 +70,9 @@ def is_async(function: Callable) -> bool:
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
-def imported(name: str, key: str, may_be_async: bool = False) -> Callable:
-    """Import the function of `module:function`; `BadInput`, prefixed with the configuration's `key`, if there is none
-    or it is async and may not be."""
+def imported(name: str, key: str, may_be_async: bool = False, kinds: tuple[type, ...] = ()) -> Any:
+    """Import the function of `module:function`, or an instance of one of `kinds`; `BadInput`, prefixed with the
+    configuration's `key`, if there is none or it is async and may not be."""
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -80,6 +80,8 @@ def imported(name: str, key: str, may_be_async: bool = False) -> Callable:
         function = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a user's module may fail in any way on import
         raise BadInput(f"{key} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if isinstance(function, kinds):
+        return function
     if not callable(function):
         raise BadInput(f"{key} {name!r} is a {type(function).__name__}, not a function.")
     if is_async(function) and not may_be_async:

@@ -301,13 +301,23 @@ class UnknownBudget:
     """Stop a run whose reward is unknown too often: at most `max_fraction` of the last `window` samples.
 
     Until `minimum` samples have been seen the fraction is taken of `minimum`, so that one early hang does not end a
-    run while a reward that always hangs ends it at once.
+    run while a reward that always hangs ends it at once. `key` of the configuration is `max_fraction`; `what` says in
+    an error what is unknown.
     """
 
-    def __init__(self, name: str, max_fraction: float, window: int = 1024, minimum: int = 256):
+    def __init__(
+        self,
+        name: str,
+        max_fraction: float,
+        window: int = 1024,
+        minimum: int = 256,
+        key: str = "reward.max_unknown_fraction",
+        what: str = "reward {!r} could not be computed",
+    ):
         if not 0.0 <= max_fraction <= 1.0:
-            raise BadInput(f"reward.max_unknown_fraction is {max_fraction}, expected 0 to 1.")
+            raise BadInput(f"{key} is {max_fraction}, expected 0 to 1.")
         self.name, self.max_fraction, self.minimum = name, max_fraction, minimum
+        self.key, self.what = key, what.format(name)
         self.counts: Counter[str] = Counter()  # unknown samples by reason, over the whole run
         self._window: deque[str | None] = deque(maxlen=window)
         self._examples: deque[str] = deque(maxlen=EXAMPLES)
@@ -329,13 +339,13 @@ class UnknownBudget:
             by_reason = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
             shown = "".join(f"\n  {example}" for example in self._examples)
             raise CheckFailed(
-                f"reward {self.name!r} could not be computed for {unknown} of the last {seen} samples ({by_reason}); "
-                f"reward.max_unknown_fraction allows {self.max_fraction:.2%} of {max(seen, self.minimum)}. "
+                f"{self.what} for {unknown} of the last {seen} samples ({by_reason}); "
+                f"{self.key} allows {self.max_fraction:.2%} of {max(seen, self.minimum)}. "
                 f"The last ones:{shown}\n{self._advice(reasons)}"
             )
 
     def _advice(self, reasons: Counter[str]) -> str:
         """Advice for these reasons, most frequent first."""
         known = [ADVICE[reason] for reason, _ in reasons.most_common() if reason in ADVICE]
-        text = "; or ".join([*known, "raise reward.max_unknown_fraction to mask such samples"])
+        text = "; or ".join([*known, f"raise {self.key} to mask such samples"])
         return f"{text[0].upper()}{text[1:]}."

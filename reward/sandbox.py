@@ -66,7 +66,8 @@ class Job:
 
     `prompt` runs before the completion and before the tests (imports, helper functions, the signature to complete);
     `setup` runs only before the tests, out of the completion's reach. `names` are the completion's functions that the
-    tests call.
+    tests call. `shown` is a function of the code that is called without arguments instead of any test; its text is
+    returned.
     """
 
     code: str
@@ -74,6 +75,7 @@ class Job:
     names: tuple[str, ...]
     setup: str = ""
     prompt: str = ""
+    shown: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Outcome:
     total: int
     reason: str
     error: str = ""
+    shown: str = ""  # what `Job.shown` returned
 
     @property
     def decided(self) -> bool:
@@ -195,6 +198,7 @@ class Sandbox:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
+        self._slots = threading.Semaphore(self.workers)  # of run_one
         self._idle: list[_Server] = []
         self._all: list[_Server] = []
         self._isolation: Isolation | None = None
@@ -235,6 +239,13 @@ class Sandbox:
             raise errors[0]
         return [outcomes[job] for job in jobs]
 
+    def run_one(self, job: Job) -> Outcome:
+        """The `Outcome` of a job, once fewer than `workers` others run; callable from several threads."""
+        if self._owner != os.getpid():
+            self._reset()
+        with self._slots:
+            return self._run_one(job)
+
     def _run_one(self, job: Job) -> Outcome:
         for _ in range(2):  # a broken server is replaced, once
             server = self._take()
@@ -246,7 +257,8 @@ class Sandbox:
                 self._discard(server)
             else:
                 self._idle.append(server)
-            outcome = Outcome(verdict["passed"], verdict["total"], verdict["reason"], verdict.get("error", ""))
+            texts = verdict.get("error", ""), verdict.get("shown", "")
+            outcome = Outcome(verdict["passed"], verdict["total"], verdict["reason"], *texts)
             if outcome.reason not in ("sandbox", "judge"):
                 return outcome
         return outcome

@@ -90,7 +90,7 @@ class Line:
 
 
 def run_tests(job: dict, line: Line) -> dict:
-    """Return the verdict on a job: have the candidate load its code, then run the tests."""
+    """Return the verdict on a job: have the candidate load its code, then run the tests, or call `shown`."""
     total = len(job["tests"])
     failed = {"passed": 0, "total": total}
     try:
@@ -103,6 +103,8 @@ def run_tests(job: dict, line: Line) -> dict:
     if answer != ["ran"]:
         kind = str(answer[1]) if isinstance(answer, list) and len(answer) == 3 else "output"
         return failed | {"reason": "syntax" if kind in ("SyntaxError", "IndentationError", "TabError") else kind[:40]}
+    if job["shown"]:
+        return _show(job["shown"], line)
     namespace: dict[str, Any] = {"__name__": "tests"}
     try:
         for text in (job["prompt"], job["setup"]):
@@ -119,6 +121,17 @@ def run_tests(job: dict, line: Line) -> dict:
         if line.lost or reason == "gold":
             break
     return {"passed": passed, "total": total, "reason": first or "passed"}
+
+
+def _show(name: str, line: Line) -> dict:
+    """Return what the candidate's function `name` returns, as text, in a verdict that passes."""
+    verdict = {"passed": 0, "total": 0}
+    try:
+        return verdict | {"reason": "passed", "shown": str(line.call(name, (), {}))}
+    except CandidateLost:
+        return verdict | {"reason": line.lost}
+    except Exception as error:
+        return verdict | {"reason": type(error).__name__, "error": str(error)[:300]}
 
 
 def _run_test(code: types.CodeType, namespace: dict, line: Line) -> str | None:

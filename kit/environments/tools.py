@@ -13,7 +13,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from kit.core.errors import BadInput, CheckFailed, KitError
+from kit.environments.episode import UnknownEpisode
 
+KEEPS_TIME = "keeps_time"  # attribute of a tool that ends by itself in time
 MOST_HUNG = 64  # threads of calls that were abandoned and have not ended
 Result = TypeVar("Result")
 Tool = Callable[..., Any]
@@ -104,7 +106,7 @@ def check_tool(function: Any, where: str) -> dict:
 
 async def call_tool(function: Tool, arguments: dict[str, Any], timeout_s: float) -> Any:
     """The result of a tool, plain or async; `ToolFailed` if the arguments do not fit, it raises, or it takes longer
-    than `timeout_s`."""
+    than `timeout_s`. A `KitError` or `UnknownEpisode` of the tool is passed on."""
     name = function.__name__
     try:
         inspect.signature(function).bind(**arguments)
@@ -112,9 +114,9 @@ async def call_tool(function: Tool, arguments: dict[str, Any], timeout_s: float)
         raise ToolFailed("arguments", f"{name}() {error}") from None
     work: Awaitable = function(**arguments) if is_async(function) else in_thread(function, **arguments)
     try:
-        async with asyncio.timeout(timeout_s) as limit:
+        async with asyncio.timeout(None if getattr(function, KEEPS_TIME, False) else timeout_s) as limit:
             return await work
-    except (KitError, ToolFailed):
+    except (KitError, ToolFailed, UnknownEpisode):
         raise
     except Exception as error:  # a user's tool may fail in any way
         if limit.expired():

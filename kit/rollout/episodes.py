@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kit.core.config.schema import Config
-from kit.core.errors import CheckFailed
+from kit.core.errors import BadInput, CheckFailed
 from kit.environments.episode import Environment, Episode, Message, UnknownEpisode
 from kit.environments.tools import in_thread
 from kit.rollout.episode_tokens import EpisodeTokens
+from kit.rollout.policy_view import Report, Rollouts
 
 DONE, TURNS, LENGTH, UNKNOWN = "done", "turns", "length", "unknown"  # how an episode ended
 Result = TypeVar("Result")
@@ -103,6 +104,13 @@ class EpisodeResult:
         self.sampled += [sampled] * len(ids)
 
 
+def rollouts_of(results: list[EpisodeResult], version: int, report: Report) -> Rollouts:
+    """Episodes as the completions of a step; `version` is the oldest that sampled a turn of them."""
+    sampled = [result.logps for result in results if result.logps is not None]
+    logps = [result.logps or [0.0] * len(result.completion_ids) for result in results] if sampled else None
+    return Rollouts([result.completion_ids for result in results], logps, version, report, episodes=results)
+
+
 class EpisodeRunner:
     """Runs the episodes of a run, step by step, on one event loop that lives as long as the process: what an async
     tool keeps open stays usable."""
@@ -160,6 +168,7 @@ class EpisodeRunner:
             shown = result.prompt_ids or self.tokens.prompt_ids(row["prompt"], None)
             result.prompt_ids = shown[: self.rollout.max_prompt_length]
             result._add([min(stops)], 0, None)
+            result.messages.append({"role": "assistant", "content": ""})
         return result
 
     async def _turns(
@@ -216,6 +225,30 @@ class EpisodeRunner:
             raise UnknownEpisode("episode_timeout") from None
         finally:
             result.environment_s += time.monotonic() - started
+
+
+def try_first(runner: EpisodeRunner, row: dict) -> int:
+    """Start an episode on a row and end it at once; return the tokens that tools and first observation add to the
+    prompt.
+
+    Raises `BadInput` if it cannot start or the prompt is longer than `rollout.max_prompt_length`.
+    """
+    environment, tokens, most = runner.environment, runner.tokens, runner.rollout.max_prompt_length
+    try:
+        episode = environment.start(row)
+    except UnknownEpisode as error:
+        raise BadInput(f"environment: no episode can start on the first problem: {str(error).rstrip('.')}.") from error
+    try:
+        long = len(tokens.prompt_ids(episode.prompt, episode.tools))
+    finally:
+        episode.close()
+    plain = len(tokens.prompt_ids(row["prompt"], None))
+    if long > most:
+        raise BadInput(
+            f"environment: the prompt of the first problem has {long} tokens, {long - plain} of them from tools and "
+            f"first observation; rollout.max_prompt_length is {most}. Raise it."
+        )
+    return max(0, long - plain)
 
 
 # (token ids of prompts, longest turn of each) -> token ids of turns

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
 
     from kit.rollout.adapter_file import AdapterFile
-    from kit.rollout.episodes import EpisodeResult
+    from kit.rollout.episodes import EpisodeResult, EpisodeRunner
 
 
 class Processes(Protocol):
@@ -61,6 +61,8 @@ class Rollouts:
     report: Report = field(default_factory=lambda: Report({}, {}))
     # Experts that the sampler took, (T, L, k) int16 for the T tokens before a completion's last; None: not asked for.
     experts: "list[np.ndarray] | None" = None
+    # The episodes whose turns and answers the completions are (`EpisodeResult.sampled` has which token is whose).
+    episodes: "list[EpisodeResult] | None" = None
 
 
 class Sampler(Protocol):
@@ -72,6 +74,14 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Release what it holds; called once by the main process, however the run ends."""
+
+
+class EpisodeSampler(Sampler, Protocol):
+    """A sampler that can take turns in episodes (`environment`)."""
+
+    def run_episodes(self, policy: PolicyView, rows: list[dict[str, Any]], runner: "EpisodeRunner") -> Rollouts:
+        """Run an episode on each of this process's rows of the data, which are not repeated; called by all processes
+        together."""
 
 
 class AheadSampler(Sampler, Protocol):

@@ -9,6 +9,7 @@ random numbers and restores the generator's state, so a run is the same with and
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from accelerate.utils import gather_object
@@ -16,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
-from kit.data.problems import CODE_FORMATS, TEXT_FORMATS, chat_messages, drop_long, load_problems
-from kit.rollout.policy_view import PolicyView, Sampler
+from kit.data.problems import CODE_FORMATS, TEXT_FORMATS, chat_messages, drop_long, load_problems, to_dataset
+from kit.rollout.episodes import EpisodeRunner
+from kit.rollout.policy_view import EpisodeSampler, PolicyView, Sampler
 from reward import BoundReward, checked_options
 
 Tokenize = Callable[[list[list[dict]]], list[list[int]]]  # messages of prompts -> token ids
@@ -26,27 +28,31 @@ Tokenize = Callable[[list[list[dict]]], list[list[int]]]  # messages of prompts 
 class HeldOut:
     """The held-out problems of a run and how they are judged; raises `BadInput` if there are none. Loads no weights.
 
-    At most `watch.eval_problems` problems, the first of the split whose prompt fits.
+    At most `watch.eval_problems` problems, the first of the split whose prompt fits. `owns_reward`: an environment
+    judges, by its own reward.
     """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, owns_reward: bool = False):
         self.config, self.tokenizer = config, tokenizer
         problems = load_problems(config.data, "eval")
         problems, _ = drop_long(problems, tokenizer, config.data, config.rollout.max_prompt_length)
         self.problems = problems[: config.watch.eval_problems]
         if not self.problems:
             raise BadInput("watch.eval_every: the eval split holds no problem. Set data.eval_split, or leave it out.")
-        self.judge = _judge(config)
+        self.judge: Callable | None = None if owns_reward else _judge(config)
 
     def is_due(self, step: int) -> bool:
         """Whether to measure at a step that generates: the first, and the first at or after every multiple."""
         every, apart = self.config.watch.eval_every, self.config.train.num_iterations
         return step == 1 or step // every != (step - apart) // every
 
-    def measure(self, sampler: Sampler, policy: PolicyView, tokenize: Tokenize) -> float | None:
+    def measure(
+        self, sampler: Sampler, policy: PolicyView, tokenize: Tokenize, runner: EpisodeRunner | None = None
+    ) -> float | None:
         """Share of correct answers among those that could be judged, the same in every process; None if none could.
 
-        Called by all processes together; each generates its part.
+        Called by all processes together; each generates its part. With a `runner` an episode is run on each problem;
+        it is correct if its environment's own reward, if it has one, is at least `eval.reward_threshold`.
         """
         processes, index = policy.processes.num_processes, policy.processes.process_index
         share = -(-len(self.problems) // processes)
@@ -54,12 +60,40 @@ class HeldOut:
         mine = list(itertools.islice(itertools.cycle(self.problems), index * share, (index + 1) * share))
         prompts = [chat_messages(self.config.data, problem) for problem in mine]
         with own_random_numbers(self.config.run.seed, index, policy.processes.device):
+            if runner is not None:
+                rows = [dict(row) for row in to_dataset(mine, self.config.data)]
+                return self._share(self._played(cast(EpisodeSampler, sampler), policy, rows, runner))
             made = sampler.generate(policy, tokenize(prompts), group=1)
         texts = self.tokenizer.batch_decode(made.token_ids, skip_special_tokens=True)
         messages = [[{"role": "assistant", "content": text}] for text in texts]
         scores = self.judge(prompts=prompts, completions=messages, gold=[problem.gold for problem in mine])
-        decided = [score for score in gather_object(scores)[: len(self.problems)] if score is not None]
-        return sum(score == 1.0 for score in decided) / len(decided) if decided else None
+        return self._share([None if score is None else score == 1.0 for score in scores])
+
+    def _played(
+        self, sampler: EpisodeSampler, policy: PolicyView, rows: list[dict], runner: EpisodeRunner
+    ) -> list[bool | None]:
+        """Whether the episode on each row was correct; None if that is not known."""
+        episodes = sampler.run_episodes(policy, rows, runner).episodes or []
+        try:
+            if runner.environment.owns_reward:
+                scores, least = [one.reward for one in episodes], self.config.eval.reward_threshold
+            else:
+                texts = {
+                    "prompts": [one.prompt for one in episodes],
+                    "completions": [one.messages for one in episodes],
+                }
+                scores, least = self.judge(**texts, gold=[row["gold"] for row in rows]), 1.0
+            known = [None if one.unknown else score for one, score in zip(episodes, scores, strict=True)]
+            return [None if score is None else score >= least for score in known]
+        finally:
+            for one in episodes:
+                if one.episode is not None:
+                    one.episode.close()
+
+    def _share(self, correct: list[bool | None]) -> float | None:
+        """The share of the problems that are correct, over all processes, among those that are known."""
+        decided = [one for one in gather_object(correct)[: len(self.problems)] if one is not None]
+        return sum(decided) / len(decided) if decided else None
 
 
 def _judge(config: Config) -> BoundReward:

@@ -1,16 +1,18 @@
 """`rollout.backend: in_process`: the policy in this process generates, by TRL's own generation."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from kit.core.config.schema import Config
 from kit.policy.kept_weights import Room, keeping_weights
+from kit.rollout.episodes import EpisodeRunner, rollouts_of
 from kit.rollout.noise import facts, noise_of, noisy
 from kit.rollout.policy_view import PolicyView, Report, Rollouts
 from kit.train.trained_policy import TrainedPolicy
 
-# (token ids of prompts, completions per prompt) -> token ids of completions
-Generate = Callable[[list[list[int]], int], list[list[int]]]
+# (token ids of prompts, completions per prompt, longest completion) -> token ids of completions
+Generate = Callable[[list[list[int]], int, int], list[list[int]]]
 
 
 class OwnSampler:
@@ -24,7 +26,32 @@ class OwnSampler:
 
     def generate(self, policy: PolicyView, prompt_ids: list[list[int]], group: int | None = None) -> Rollouts:
         """Complete prompts with the adapter's current version and its noise."""
-        rollout, noise, made = self.config.rollout, noise_of(self.config, policy.version), []
+        rollout, made = self.config.rollout, []
+        with self._ready(policy) as noise:
+            for start in range(0, len(prompt_ids), self.rows):
+                part = prompt_ids[start : start + self.rows]
+                made += self._generate(part, group or rollout.group_size, rollout.max_completion_length)
+        return Rollouts(made, None, policy.version, Report(noise, {}))
+
+    def run_episodes(self, policy: PolicyView, rows: list[dict[str, Any]], runner: EpisodeRunner) -> Rollouts:
+        """Run an episode on each row, turn by turn in lockstep."""
+        with self._ready(policy) as noise:
+            results = runner.sample_here(rows, self._turns, policy.version, policy.stop_token_ids)
+        return rollouts_of(results, policy.version, Report(noise, {}))
+
+    def _turns(self, prompt_ids: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
+        """A turn after each prompt, of at most as many tokens."""
+        made: list[list[int]] = []
+        for start in range(0, len(prompt_ids), self.rows):
+            end = start + self.rows
+            turns = self._generate(prompt_ids[start:end], 1, max(max_tokens[start:end]))
+            made += [turn[:most] for turn, most in zip(turns, max_tokens[start:end], strict=True)]
+        return made
+
+    @contextlib.contextmanager
+    def _ready(self, policy: PolicyView) -> Iterator[dict[str, Any]]:
+        """Prepare the policy's weights for the block; yields the noise on them, for the metrics."""
+        rollout, noise = self.config.rollout, noise_of(self.config, policy.version)
         tokens = rollout.max_prompt_length + rollout.max_completion_length
         train = self.config.train
         rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
@@ -36,9 +63,7 @@ class OwnSampler:
             if self._say and room and room.is_kept != self._is_kept:
                 self._is_kept = room.is_kept
                 self._say(str(room))
-            for start in range(0, len(prompt_ids), self.rows):
-                made += self._generate(prompt_ids[start : start + self.rows], group or rollout.group_size)
-        return Rollouts(made, None, policy.version, Report(facts(noise), {}))
+            yield facts(noise)
 
     def close(self) -> None:
         pass

@@ -30,6 +30,12 @@ def whole_rows(inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], dim=1) for of in ("ids", "mask"))
 
 
+def loss_mask(inputs: dict) -> torch.Tensor:
+    """(b, C) 1 at the tokens in the loss: those of completions, except what an environment wrote."""
+    sampled = inputs.get("sampled_mask")
+    return inputs["completion_mask"] if sampled is None else inputs["completion_mask"] * sampled
+
+
 def takes_positions(policy: torch.nn.Module) -> bool:
     """Whether the model under the adapter takes `position_ids`. Models with ALiBi use the attention mask instead."""
     return "position_ids" in inspect.signature(type(policy.get_base_model()).forward).parameters

@@ -38,6 +38,8 @@ def row_tensors(
     if any(truncated):
         kept = ~torch.tensor(truncated, device=device)
         found["completion_mask"] = found["completion_mask"] * kept.unsqueeze(1).int()
+    if rollouts.episodes is not None:
+        found["sampled_mask"] = padded([one.sampled for one in rollouts.episodes], 0, "right")
     if rollouts.logps is not None:
         found["sampling_per_token_logps"] = padded(rollouts.logps, 0.0, "right")
     if rollouts.experts is not None:
@@ -55,14 +57,21 @@ def expert_rows(experts: list[np.ndarray], prompts: list[int], before: int, afte
     return found
 
 
+def sampled_lengths(rollouts: Rollouts) -> list[int]:
+    """Tokens of each completion that the model wrote."""
+    if rollouts.episodes is not None:
+        return [sum(one.sampled) for one in rollouts.episodes]
+    return [len(ids) for ids in rollouts.token_ids]
+
+
 def log_lengths(
     metrics: Mapping[str, list[float]],
     accelerator: Accelerator,
     rollouts: Rollouts,
     truncated: list[bool],
 ) -> None:
-    """Log the lengths of the completions, over all processes, as TRL does."""
-    lengths = torch.tensor([len(ids) for ids in rollouts.token_ids], device=accelerator.device)
+    """Log the lengths of the completions in tokens that the model wrote, over all processes, as TRL does."""
+    lengths = torch.tensor(sampled_lengths(rollouts), device=accelerator.device)
     cut = torch.tensor(truncated, device=accelerator.device)
     lengths, cut = accelerator.gather(lengths).float(), accelerator.gather(cut)
     ended = lengths[~cut] if not cut.all() else lengths.new_zeros(1)

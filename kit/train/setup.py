@@ -151,27 +151,37 @@ def problems_a_step(config: Config, processes: int) -> int:
     return rows // config.rollout.group_size
 
 
-def load_rewards(config: Config, run: RunDir) -> tuple[list[Any], list[float]]:
+def load_rewards(config: Config, run: RunDir, has_environment: bool) -> tuple[list[Any], list[float]]:
     """The reward functions and their weights, checked against the columns of the training data."""
     from kit.data.problems import reward_columns
     from reward import check_run, reward_functions
 
     columns = reward_columns(config.data, "train")
-    rewards, weights = reward_functions(config.reward, columns, config.rollout.group_size, run.path)
+    given = ("environments",) if config.environment.factory else ()
+    facts = config.rollout.group_size, run.path, has_environment
+    rewards, weights = reward_functions(config.reward, (*columns, *given), *facts)
     check_run(rewards, config, columns)
     return rewards, weights
 
 
-def load_data(config: Config, tokenizer: Any, processes: int) -> tuple[Any, int]:
+def load_data(config: Config, tokenizer: Any, processes: int, runner: Any = None) -> tuple[Any, int]:
     """The training set for TRL and its size, after checking that every prompt fits and that the held-out problems can
-    be read. Warns about held-out problems that are trained on, because `eval` refuses them."""
+    be read. Warns about held-out problems that are trained on, because `eval` refuses them.
+
+    With a `runner` of episodes one is started on the first problem; what its tools and first observation add to a
+    prompt must fit too."""
     from kit.data.leaks import find_leaks
     from kit.data.problems import drop_long, hidden_columns, read_problems, to_dataset
     from reward import gold_checks, heldout_gold_checks
 
     problems, report = read_problems(config.data, "train", gold_checks(config.reward.functions))
     note_date(config, tokenizer, problems)
-    problems, dropped = drop_long(problems, tokenizer, config.data, config.rollout.max_prompt_length)
+    room = config.rollout.max_prompt_length
+    if runner is not None:
+        from kit.rollout.episodes import try_first
+
+        room -= try_first(runner, to_dataset(problems[:1], config.data)[0])
+    problems, dropped = drop_long(problems, tokenizer, config.data, room)
     say(f"training problems: {report.summary()}, {dropped} too long, {len(problems):,} used")
     heldout, report = read_problems(config.data, "eval", heldout_gold_checks(config))
     say(f"held-out problems: {report.summary()}, {len(heldout):,} used")
@@ -227,7 +237,8 @@ def describe_plan(config: Config, problems: int, processes: int) -> str:
             f"{' on the KL in the reward' if train.kl_in_reward else ''}, learning rate {train.learning_rate}",
             f"rollouts  {rollout.backend}, temperature {rollout.temperature}",
             *([f"memory    {split}"] if split else []),
-            f"rewards   {', '.join(config.reward.functions)}",
+            *describe_environment(config),
+            f"rewards   {', '.join(config.reward.functions) or 'of the environment'}",
         ]
     )
 
@@ -236,6 +247,15 @@ def describe_experts(config: Config) -> str:
     """What the plan's line of the adapter says of routed experts, where `policy.expert_rank` is set."""
     rank = config.policy.expert_rank
     return "" if rank is None else f"; experts {f'rank {rank}' if rank else 'none'}"
+
+
+def describe_environment(config: Config) -> list[str]:
+    """A line of the plan for the environment, if there is one."""
+    given = config.environment
+    if not given.is_given:
+        return []
+    names = ", ".join([*([given.factory] if given.factory else []), *given.tools])
+    return [f"episodes  {names}; at most {given.max_turns} turns, {given.on_tool_error} after a failed call"]
 
 
 def describe_adapter_type(config: Config) -> list[str]:
@@ -353,6 +373,7 @@ class Task:
     weights: list[float]
     dataset: Any
     heldout: Any  # None without watch.eval_every
+    episodes: Any  # the runner of episodes; None without an environment
 
 
 def read_task(config: Config, run: RunDir, processes: int, dry_run: bool) -> Task:
@@ -360,19 +381,36 @@ def read_task(config: Config, run: RunDir, processes: int, dry_run: bool) -> Tas
 
     Resolves `train.recompute: auto` in `config`.
     """
+    from kit.environments.load import load_environment
     from kit.policy.load import load_tokenizer
     from kit.train.data_order import check_problems
+    from kit.train.episode_steps import EnvironmentReward
     from kit.train.heldout import HeldOut
 
     model_config = check_model(config, dry_run)
     resolve_recompute(config, model_config, processes)
     fmt = trained_format(config, model_config)
-    rewards, weights = load_rewards(config, run)
+    environment = load_environment(config)
+    rewards, weights = load_rewards(config, run, environment is not None)
     tokenizer = load_tokenizer(config)
-    dataset, _ = load_data(config, tokenizer, processes)
+    runner = make_runner(config, environment, tokenizer) if environment else None
+    dataset, _ = load_data(config, tokenizer, processes, runner)
     check_problems(run, dataset)
-    heldout = HeldOut(config, tokenizer) if config.watch.eval_every else None
-    return Task(model_config, fmt, tokenizer, rewards, weights, dataset, heldout)
+    owns_reward = environment is not None and environment.owns_reward
+    heldout = HeldOut(config, tokenizer, owns_reward) if config.watch.eval_every else None
+    if owns_reward:
+        weights.append(1.0)
+    own = [EnvironmentReward(environment)] if owns_reward else []
+    return Task(model_config, fmt, tokenizer, [*rewards, *own], weights, dataset, heldout, runner)
+
+
+def make_runner(config: Config, environment: Any, tokenizer: Any) -> Any:
+    """The runner of the run's episodes; raises `BadInput` if the chat template does not do for them."""
+    from kit.rollout.episode_tokens import EpisodeTokens
+    from kit.rollout.episodes import EpisodeRunner
+
+    tokens = EpisodeTokens(tokenizer, config.data.chat_template_kwargs, environment.takes_tools)
+    return EpisodeRunner(environment, tokens, config)
 
 
 def range_prompts(config: Config, task: Task, resume: bool) -> list[list[int]]:
@@ -398,7 +436,7 @@ def trainer_parts(config: Config, run: RunDir, task: Task, arguments: Any) -> tu
     arguments.reward_weights = task.weights
     parts = {"config": config, "run": run, "base_hash": facts["hash"], "rollout": rollout, "model": base}
     parts |= {"args": arguments, "train_dataset": task.dataset, "processing_class": task.tokenizer}
-    parts |= {"reward_funcs": task.rewards, "heldout": task.heldout}
+    parts |= {"reward_funcs": task.rewards, "heldout": task.heldout, "episodes": task.episodes}
     return parts | {"peft_config": lora_config(config.policy, base)}, facts
 
 

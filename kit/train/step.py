@@ -31,7 +31,7 @@ from kit.train.loss import LossFigures, LossFunction, LossInputs, LossSettings, 
 from kit.train.mismatch import describe_fault, importance_ratio, measure, routing_figures
 from kit.train.own_loss import LossFailed
 from kit.train.record import keep_traceback
-from kit.train.rows import keep_scores, padded_logps, take_rows, whole_rows
+from kit.train.rows import keep_scores, loss_mask, padded_logps, take_rows, whole_rows
 from kit.train.trained_policy import TrainedPolicy
 from kit.train.trl_trainer import GRPOConfig
 
@@ -112,7 +112,7 @@ class PolicyStep:
     ) -> torch.Tensor:
         """A micro-batch's part of the loss of a step with `step_rows` rows of this process."""
         logps, entropies = self.score(model, rows)  # (b, C) each
-        mask, sampler = rows["completion_mask"], rows.get("sampling_per_token_logps")  # (b, C)
+        mask, sampler = loss_mask(rows), rows.get("sampling_per_token_logps")  # (b, C)
         if "old_per_token_logps" not in rows:
             rows["old_per_token_logps"] = logps.detach()
             if sampler is not None:

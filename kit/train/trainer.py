@@ -45,8 +45,9 @@ from kit.policy.quantized_linear import (
 from kit.policy.recompute import use_recompute
 from kit.policy.routing import use_routing
 from kit.policy.sharding import gather_adapter, prepare
+from kit.rollout.episodes import EpisodeRunner
 from kit.rollout.overlap import Batches, Lookahead
-from kit.rollout.policy_view import AheadSampler, Sampler
+from kit.rollout.policy_view import AheadSampler, EpisodeSampler, Report, Rollouts, Sampler
 from kit.train.advantages import find_flat_groups, group_advantages, subtract_kl
 from kit.train.checkpoint import (
     SAVE_ERRORS,
@@ -59,6 +60,8 @@ from kit.train.checkpoint import (
     staging_directory,
 )
 from kit.train.data_order import passes_made, skip_passes
+from kit.train.episode_steps import KEYS as EPISODE_KEYS
+from kit.train.episode_steps import EpisodeSteps, recorded
 from kit.train.figures import StepFigures, peak_gib
 from kit.train.finite import FiniteAdapter, FiniteGradients
 from kit.train.group_rewards import give_groups, take_rewards
@@ -70,7 +73,15 @@ from kit.train.mismatch import ROUTING_KEYS
 from kit.train.own_loss import load_loss
 from kit.train.own_sampler import OwnSampler
 from kit.train.record import Recorder, add_counts, keep_traceback, unknown_so_far
-from kit.train.sampling import completion_messages, log_lengths, log_pending, log_rewards, row_tensors
+from kit.train.rows import loss_mask
+from kit.train.sampling import (
+    completion_messages,
+    log_lengths,
+    log_pending,
+    log_rewards,
+    row_tensors,
+    sampled_lengths,
+)
 from kit.train.step import PolicyStep, SamplerIsNotThePolicy
 from kit.train.trackers import figures, prepare_trackers, send_completions
 from kit.train.trained_policy import TrainedPolicy
@@ -234,6 +245,7 @@ class Sampled(NamedTuple):
     rewards: list[dict[str, float]]
     advantages: list[float]
     versions: list[int]
+    episodes: list[dict]  # what `episode_steps.recorded` adds; empty without an environment
 
     def rows(self, data: DataConfig) -> list[dict]:
         """The rows of the file; a prompt is the question's text, or all messages of a conversation."""
@@ -241,12 +253,13 @@ class Sampled(NamedTuple):
             {
                 "problem_id": problem_id,
                 "prompt": question_of(prompt, data.system_prompt),
-                "completion": completion[0]["content"],
+                "completion": [one["content"] for one in completion if one["role"] == "assistant"][-1],
                 "rewards": rewards,
                 "advantage": advantage,
                 "adapter_version": version,
+                **episode,
             }
-            for problem_id, prompt, completion, rewards, advantage, version in zip(*self, strict=True)
+            for problem_id, prompt, completion, rewards, advantage, version, episode in zip(*self, strict=True)
         ]
 
 
@@ -268,6 +281,7 @@ class PolicyTrainer(GRPOTrainer):
         rollout: Sampler | None = None,
         heldout: HeldOut | None = None,
         loss: LossFunction | None = None,
+        episodes: EpisodeRunner | None = None,
         **kwargs: Any,
     ):
         with targets_as_named():
@@ -307,9 +321,11 @@ class PolicyTrainer(GRPOTrainer):
         self._unknown: dict[str, dict[str, int]] = {}  # by reward function and reason
         self._unknown_before: dict[str, dict[str, int]] = {}  # before a resume, in the main process
         self._sampled: Sampled | None = None
+        self.episodes = EpisodeSteps(episodes, config) if episodes else None
 
     def _own_sampler(self) -> OwnSampler:
-        def generate(prompt_ids: list[list[int]], group: int) -> list[list[int]]:
+        def generate(prompt_ids: list[list[int]], group: int, max_tokens: int) -> list[list[int]]:
+            self.generation_config.max_new_tokens = max_tokens
             return self._generate_single_turn(prompt_ids, None, {}, group)[0]
 
         rows = self.args.generation_batch_size // self.accelerator.num_processes
@@ -398,8 +414,7 @@ class PolicyTrainer(GRPOTrainer):
         if self.recorder:
             self.recorder.ledger(self.state.global_step + 1, list(dict.fromkeys(problem_ids)))
         with self.figures.timed("rollout"):
-            prompt_ids = self._token_ids(prompts)
-            made = self.sampler.generate(self.policy, prompt_ids)
+            made, prompt_ids = self._rollouts(rows)
             self.figures.add(made.report)
             self.figures.version = made.version
             if self.config.rollout.overlap:
@@ -407,9 +422,8 @@ class PolicyTrainer(GRPOTrainer):
                 served = cast(AheadSampler, self.sampler)
                 self.figures.add(served.begin(self.policy, self._token_ids(ahead) if ahead else []))
         self.figures.note_peak("rollout")
-        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        truncated = [ids[-1] not in ends for ids in made.token_ids]
-        self._count_tokens(prompt_ids, made.token_ids)
+        truncated = self._truncated(made)
+        self._count_tokens(prompt_ids, made)
         log_lengths(metrics, accelerator, made, truncated)
         if self.heldout and self.heldout.is_due(self.state.global_step + 1):
             self._measure_heldout()
@@ -417,10 +431,14 @@ class PolicyTrainer(GRPOTrainer):
         masked = truncated if self.mask_truncated_completions else []
         padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of, accelerator.device
         batch = row_tensors(prompt_ids, made, masked, *padding)
-        batch["num_items_in_batch"] = accelerator.gather(batch["completion_mask"].sum()).sum()
+        batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
         self.policy_step.add_reference(batch)
 
-        completions = completion_messages(self._tokenizer, prompt_ids, made.token_ids)
+        if (episodes := made.episodes) is not None:
+            prompts, completions = [one.prompt for one in episodes], [one.messages for one in episodes]
+            rows = self.episodes.rewarded_rows(rows, episodes)
+        else:
+            completions = completion_messages(self._tokenizer, prompt_ids, made.token_ids)
         rewards = self._calculate_rewards(rows, prompts, completions, made.token_ids)  # (N, functions)
         are_summed = self.multi_objective_aggregation == "sum_then_normalize"
         how = self.num_generations, self.scale_rewards, are_summed
@@ -439,33 +457,57 @@ class PolicyTrainer(GRPOTrainer):
             *(problem_ids, gather_object(prompts), gather_object(completions)),
             [dict(zip(self.reward_func_names, row, strict=True)) for row in rewards.tolist()],
             *(advantages.tolist(), gather_object([made.version] * len(rows))),
+            gather_object([recorded(one) for one in episodes] if episodes is not None else [{}] * len(rows)),
         )
+        if episodes is not None:
+            self.episodes.close(episodes)
         return batch
+
+    def _rollouts(self, rows: list[dict]) -> tuple[Rollouts, list[list[int]]]:
+        """Completions of this process's rows, or their episodes, and the token ids of their prompts."""
+        if self.episodes is None:
+            prompt_ids = self._token_ids([row["prompt"] for row in rows])
+            return self.sampler.generate(self.policy, prompt_ids), prompt_ids
+        sampler = cast(EpisodeSampler, self.sampler)
+        made = sampler.run_episodes(self.policy, rows, self.episodes.runner)
+        values, seconds = self.episodes.figures(made.episodes, self.state.global_step + 1)
+        self.figures.add(Report(values, {"environment": seconds}))
+        return made, [one.prompt_ids for one in made.episodes]
+
+    def _truncated(self, made: Rollouts) -> list[bool]:
+        """Which completions were cut at their token limit."""
+        if made.episodes is not None:
+            return [one.is_truncated for one in made.episodes]
+        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        return [ids[-1] not in ends for ids in made.token_ids]
 
     def _token_ids(self, prompts: list[list[dict]]) -> list[list[int]]:
         return self._tokenize_prompts(copy.deepcopy(prompts))[0]  # TRL prepares messages in place
 
-    def _count_tokens(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
-        made = torch.tensor([sum(map(len, completion_ids)), sum(map(len, prompt_ids))], device=self.accelerator.device)
-        completion_tokens, prompt_tokens = self.accelerator.reduce(made, "sum").tolist()
+    def _count_tokens(self, prompt_ids: list[list[int]], made: Rollouts) -> None:
+        """Count the tokens that the model wrote, and all that the update computes."""
+        mine = [sum(sampled_lengths(made)), sum(map(len, made.token_ids)) + sum(map(len, prompt_ids))]
+        counted = torch.tensor(mine, device=self.accelerator.device)
+        completion_tokens, tokens = self.accelerator.reduce(counted, "sum").tolist()
         self.figures.counts["completion_tokens"] += completion_tokens
-        self.figures.counts["tokens"] += completion_tokens + prompt_tokens
-        self.state.num_input_tokens_seen += completion_tokens + prompt_tokens
+        self.figures.counts["tokens"] += tokens
+        self.state.num_input_tokens_seen += tokens
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
 
     def _measure_heldout(self) -> None:
         with self.figures.timed("heldout"):
-            accuracy = self.heldout.measure(self.sampler, self.policy, self._token_ids)
+            runner = self.episodes.runner if self.episodes else None
+            accuracy = self.heldout.measure(self.sampler, self.policy, self._token_ids, runner)
         self.figures.values["heldout_accuracy"] = accuracy
         if accuracy is not None:  # for the trackers
             self._metrics["train"]["heldout_accuracy"].append(accuracy)
         self.figures.note_peak("heldout")
 
-    def _calculate_rewards(self, *args: Any) -> torch.Tensor:
+    def _calculate_rewards(self, rows: list[dict], *args: Any) -> torch.Tensor:
         """Rewards (N, functions) of all processes' completions, NaN for those that a function could not judge."""
         try:
             with self.figures.timed("reward"):
-                rewards = self._rewards_by_function(*args)
+                rewards = self._rewards_by_function(rows, *args)
         except RewardFailed as error:
             raise CheckFailed(
                 f"step {self.state.global_step + 1}: {error} Return None for a completion whose reward cannot "
@@ -475,9 +517,13 @@ class PolicyTrainer(GRPOTrainer):
         # A sum would count a reward that could not be computed as 0. A function of weight 0 is only measured.
         counted = (self.reward_weights != 0).to(rewards.device)
         rewards[rewards[:, counted].isnan().any(dim=1)] = torch.nan
+        if self.episodes:
+            rewards[torch.tensor(self.episodes.unknown(rows), device=rewards.device)] = torch.nan
         self.figures.counts["masked"] += rewards.isnan().all(dim=1).sum().item()
         self.figures.counts["completions"] += len(rewards)
         counts = {f.__name__: dict(f.unknown_counts) for f in self.reward_funcs if hasattr(f, "unknown_counts")}
+        if self.episodes and self.recorder:  # all processes have counted the same
+            counts[self.episodes.name] = dict(self.episodes.budget.counts)
         self._unknown = add_counts([self._unknown_before, *gather_object([counts])])
         return rewards
 
@@ -555,7 +601,16 @@ class PolicyTrainer(GRPOTrainer):
             "masked_fraction": counts["masked"] / counts["completions"] if counts["completions"] else None,
             "unknown_rewards": self._unknown,
             **dict.fromkeys(
-                (*MISMATCH, *ROUTING_KEYS, "canary_delta", "canary_k3", "sync_seconds", "heldout_accuracy", *WATCHED)
+                (
+                    *MISMATCH,
+                    *ROUTING_KEYS,
+                    *EPISODE_KEYS,
+                    "canary_delta",
+                    "canary_k3",
+                    "sync_seconds",
+                    "heldout_accuracy",
+                    *WATCHED,
+                )
             ),
             **mine.values,
             **(quantizers.watched() if (quantizers := quantizers_of(self.model)) else {}),

@@ -8,6 +8,7 @@ from kit.core import format_names
 from kit.core.config import (
     base_rules,
     distill_rules,
+    environment_rules,
     format_rules,
     loss_rules,
     optimizer_rules,
@@ -54,6 +55,7 @@ def check_config(config: Config, processes: int) -> None:
         *base_rules.faults(config, sharding_rules.announced()),
         *_compute(config),
         *_micro_batches(config),
+        *environment_rules.faults(config, sharding_rules.announced()),
         *(distill_rules.faults(config) if config.distill.is_given else []),
     ]
     if faults:
@@ -171,7 +173,7 @@ def _servers(config: Config) -> list[str]:
 
 def _lists(config: Config) -> list[str]:
     found, reward = [], config.reward
-    if not reward.functions:
+    if not reward.functions and not config.environment.is_given:
         found.append("reward.functions is empty. Name at least one reward function.")
     if reward.weights is not None and len(reward.weights) != len(reward.functions):
         found.append(f"reward.weights has {len(reward.weights)} entries for {len(reward.functions)} reward.functions.")

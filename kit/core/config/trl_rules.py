@@ -19,6 +19,7 @@ INSTEAD = {
     "eval_strategy": "watch.eval_every measures the held-out accuracy while training",
     "eval_on_start": "watch.eval_every measures the held-out accuracy while training, in step 1 too",
     "log_completions": "watch.completions_every writes completions to the run's directory and to trackers",
+    "max_tool_calling_iterations": "environment.max_turns bounds the turns of an episode",
     "neftune_noise_alpha": "policy and reference would not be one model with the adapter on and off",
     "push_to_hub": "python -m merge --push_to_hub uploads merged checkpoints",
     "sync_ref_model": "the reference is the base itself, the policy with its adapter off, which stays as it is",

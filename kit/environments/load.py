@@ -1,0 +1,89 @@
+"""The environment that a configuration names, checked: no weight is loaded yet."""
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from kit.core.config.field_types import match_type, spell_type
+from kit.core.config.schema import Config
+from kit.core.errors import BadInput, did_you_mean
+from kit.environments.episode import Environment
+from kit.environments.tools import Tool
+from kit.environments.trl_contract import TrlEnvironment
+from reward.own import imported
+
+PYTHON = "python"  # the built-in tool
+
+
+def load_environment(config: Config) -> Environment | None:
+    """The run's environment; None without the group `environment`. Raises `BadInput` for what cannot be one."""
+    given = config.environment
+    if not given.is_given:
+        return None
+    tools = [_tool(name, config) for name in given.tools]
+    names = [tool.__name__ for tool in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise BadInput(f"environment.tools has several tools named {twice[0]!r}: the model calls them by name.")
+    environment = TrlEnvironment(_factories(given.factory, given.options), tools, given)
+    if not (config.reward.functions or environment.owns_reward):
+        raise BadInput(
+            f"reward.functions is empty and {environment.name} has no get_reward: there is no reward to learn from. "
+            "Name a reward function, or define get_reward."
+        )
+    return environment
+
+
+def _tool(name: str, config: Config) -> Tool:
+    if name != PYTHON:
+        return imported(name, "environment.tools", may_be_async=True)
+    if not config.environment.allow_code_execution:
+        raise BadInput(
+            "environment.tools names python, which runs code that the model wrote. Set "
+            "environment.allow_code_execution to true to let it, after reading in reward/README.md what the sandbox "
+            "protects against."
+        )
+    from kit.environments.python_tool import python_tool
+
+    return python_tool(config.environment.tool_timeout_s)
+
+
+def _factories(name: str | None, options: dict[str, Any]) -> dict[str | None, Callable[[], Any]]:
+    """TRL's factories by the name that a row of the data selects; a single one has the name None."""
+    if name is None:
+        return {}
+    found = imported(name, "environment.factory", kinds=(Mapping,))
+    if not isinstance(found, Mapping):
+        return {None: partial(found, **checked_options(found, options))}
+    if options:
+        raise BadInput(f"environment.options are for one factory, and {name} has {len(found)}. Leave them out.")
+    if wrong := [key for key, factory in found.items() if not callable(factory)]:
+        raise BadInput(f"environment.factory {name}: {wrong[0]!r} is no factory but {found[wrong[0]]!r:.60}.")
+    return dict(found)
+
+
+def checked_options(factory: Callable, options: dict[str, Any]) -> dict[str, Any]:
+    """`environment.options` converted to the types of the factory's arguments; `BadInput` for an unknown or missing
+    one and for a value of another type."""
+    key = "environment.options"
+    function = factory.__init__ if inspect.isclass(factory) else factory
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception:  # of names that exist for type checkers only
+        hints = {}
+    parameters = inspect.signature(factory).parameters
+    known = [one.name for one in parameters.values() if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    checked = {}
+    for name, value in options.items():
+        if name not in known and not takes_any:
+            has = f" There are {', '.join(known)}." if known else " It takes none."
+            raise BadInput(f"{key}.{name}: unknown option.{did_you_mean(name, known, f'{key}.')}{has}")
+        hint = hints.get(name, Any)
+        matched, checked[name] = match_type(value, hint)
+        if not matched:
+            raise BadInput(f"{key}.{name} must be {spell_type(hint)}, it is {value!r:.60}.")
+    if missing := [one for one in known if parameters[one].default is inspect.Parameter.empty and one not in checked]:
+        raise BadInput(f"{key}.{missing[0]} must be set: it has no default.")
+    return checked
