@@ -259,7 +259,7 @@ def build_trainer() -> Callable[..., Any]:
             patch.setattr(sys, "argv", [file, *arguments])
             patch.setattr(PolicyTrainer, "train_run", stop)
             if rewards is not None:
-                patch.setattr("reward.reward_functions", lambda config: (rewards, [1.0] * len(rewards)))
+                patch.setattr("reward.reward_functions", lambda *_, **__: (rewards, [1.0] * len(rewards)))
             with pytest.raises(Built):
                 main_of(file)()
         return found[0]

@@ -271,6 +271,7 @@ class PolicyTrainer(GRPOTrainer):
 
     _buffered_inputs: list[dict] | None  # TRL's
     passes = 0  # whole passes over the data before this process started
+    episodes: EpisodeSteps | None = None  # with an environment
 
     def __init__(
         self,
@@ -321,7 +322,8 @@ class PolicyTrainer(GRPOTrainer):
         self._unknown: dict[str, dict[str, int]] = {}  # by reward function and reason
         self._unknown_before: dict[str, dict[str, int]] = {}  # before a resume, in the main process
         self._sampled: Sampled | None = None
-        self.episodes = EpisodeSteps(episodes, config) if episodes else None
+        if episodes is not None:
+            self.episodes = EpisodeSteps(episodes, config)
 
     def _own_sampler(self) -> OwnSampler:
         def generate(prompt_ids: list[list[int]], group: int, max_tokens: int) -> list[list[int]]:

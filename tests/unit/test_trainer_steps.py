@@ -367,12 +367,14 @@ def test_completions_are_written_row_by_row_with_what_belongs_to_them(policy, mo
     rewards = [{"math": float(n), "form": 3.0 + n} for n in range(3)]
     prompts = [question_messages(f"p{n}", "system", None) for n in range(3)]
     prompts[1] = [{"role": "user", "content": "before"}, *prompts[1]]  # a conversation of the data
-    completions = [[{"content": f"c{n}"}] for n in range(3)]
+    completions = [[{"role": "assistant", "content": text}] for text in ("c0", "first", "c2")]
+    completions[1] += [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "c1"}]
+    episodes = [{}, {"messages": completions[1], "turn_versions": [6, 6]}, {}]
     settings = ("--watch.completions_per_step=2", "--data.system_prompt=system")
     made = policy(*settings, callback_handler=SimpleNamespace(callbacks=[]))
     for step, tokens in ((6, 9), (7, 0), (7, 9)):
         made.state.global_step = step
-        made._sampled = Sampled(list("aab"), prompts, completions, rewards, [-1.0, 0.0, 1.0], [5, 6, 5])
+        made._sampled = Sampled(list("aab"), prompts, completions, rewards, [-1.0, 0.0, 1.0], [5, 6, 5], episodes)
         made.figures.counts["completion_tokens"] = tokens
         made.log({"loss": 0.5})
     assert list(made.recorder.written) == [7], "of odd steps that generated"
@@ -384,6 +386,7 @@ def test_completions_are_written_row_by_row_with_what_belongs_to_them(policy, mo
             "rewards": {"math": float(number), "form": 3.0 + number},
             "advantage": number - 1.0,
             "adapter_version": (5, 6, 5)[number],
+            **episodes[number],
         }
     assert len(made.recorder.written[7]) == 2
 
@@ -405,7 +408,7 @@ def test_what_is_sampled_is_recorded_counted_and_followed_by_what_is_due(policy,
             order.append(("begin", prompt_ids))
             return Report({"sync_seconds": {}}, {"sync": 0.25})
 
-    def measure(sampler, policy, tokenize) -> float:
+    def measure(sampler, policy, tokenize, runner) -> float:
         order.append("held out")
         return 0.25
 
