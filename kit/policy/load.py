@@ -174,7 +174,7 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
     probe = question_messages("2 + 40?", config.data.system_prompt, config.data.prompt_suffix)
     check_template(tokenizer, probe, config.data.chat_template_kwargs)
     model_stop_tokens(source, tokenizer, config.data.chat_template_kwargs, config.model.revision)
-    for name in ("response_template", "response_schema"):
+    for name in () if config.environment.is_given else ("response_template", "response_schema"):
         # With either, TRL (1.16) parses completions and strips the thinking from what rewards get; eval reads it all.
         if getattr(tokenizer, name, None) is not None:
             setattr(tokenizer, name, None)

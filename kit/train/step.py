@@ -196,10 +196,10 @@ class PolicyStep:
         with self.figures.timed("reference"), torch.no_grad(), self.policy.not_checkpointed(self.policy.model):
             for part in parts:
                 logps, _ = self._logps(self.policy.model, part, compute_entropy=False)
-                part["kl"] = (logps - part["ref_per_token_logps"]) * part["completion_mask"]  # (b, C)
+                part["kl"] = (logps - part["ref_per_token_logps"]) * loss_mask(part)  # (b, C)
         order = torch.tensor([row for part in plan for row in part]).argsort()
         kl = torch.cat([part["kl"] for part in parts])[order]  # (B, C)
-        k3 = torch.stack([((-kl).exp() - 1 + kl).sum(), batch["completion_mask"].sum().to(kl.dtype)])
+        k3 = torch.stack([((-kl).exp() - 1 + kl).sum(), loss_mask(batch).sum().to(kl.dtype)])
         total, tokens = self.accelerator.reduce(k3, "sum").tolist()
         self.metrics["kl"].append(total / max(tokens, 1.0))
         return kl.sum(dim=1)
