@@ -179,7 +179,7 @@ def replace_parts() -> None:
     import kit.train.trainer
     import reward
 
-    def make_rollout(config: Any, tokenizer: Any, model_config: Any, run: Any) -> StubRollout | None:
+    def make_rollout(config: Any, tokenizer: Any, model_config: Any, run: Any, episodes: Any) -> StubRollout | None:
         return StubRollout(config, model_config.vocab_size) if config.rollout.backend == "server" else None
 
     kit.train.setup.make_rollout = make_rollout

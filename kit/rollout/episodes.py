@@ -104,10 +104,10 @@ class EpisodeResult:
         self.sampled += [sampled] * len(ids)
 
 
-def rollouts_of(results: list[EpisodeResult], version: int, report: Report) -> Rollouts:
-    """Episodes as the completions of a step; `version` is the oldest that sampled a turn of them."""
-    sampled = [result.logps for result in results if result.logps is not None]
-    logps = [result.logps or [0.0] * len(result.completion_ids) for result in results] if sampled else None
+def rollouts_of(results: list[EpisodeResult], version: int, report: Report, has_logps: bool) -> Rollouts:
+    """Episodes as the completions of a step; `version` is the oldest that sampled a turn of any of them. `has_logps`:
+    their sampler is not the policy itself."""
+    logps = [result.logps or [0.0] * len(result.completion_ids) for result in results] if has_logps else None
     return Rollouts([result.completion_ids for result in results], logps, version, report, episodes=results)
 
 

@@ -82,6 +82,6 @@ class Lookahead:
             self._drawn = (iterator, following) if following[0] else None
         return batches
 
-    def prompts(self) -> list[list[dict]]:
-        """Messages of this process's prompts of the next step; empty if there is none."""
-        return [row["prompt"] for row in self._drawn[1][0][0]] if self._drawn else []
+    def rows(self) -> list[dict]:
+        """This process's rows of the next step; empty if there is none."""
+        return self._drawn[1][0][0] if self._drawn else []

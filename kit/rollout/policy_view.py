@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
 
     from kit.rollout.adapter_file import AdapterFile
-    from kit.rollout.episodes import EpisodeResult, EpisodeRunner
+    from kit.rollout.episodes import EpisodeResult
 
 
 class Processes(Protocol):
@@ -74,14 +74,6 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Release what it holds; called once by the main process, however the run ends."""
-
-
-class EpisodeSampler(Sampler, Protocol):
-    """A sampler that can take turns in episodes (`environment`)."""
-
-    def run_episodes(self, policy: PolicyView, rows: list[dict[str, Any]], runner: "EpisodeRunner") -> Rollouts:
-        """Run an episode on each of this process's rows of the data, which are not repeated; called by all processes
-        together."""
 
 
 class AheadSampler(Sampler, Protocol):

@@ -7,6 +7,7 @@ from accelerate.utils import gather_object
 from kit.core.config.schema import Config
 from kit.environments.episode import Environment
 from kit.rollout.episodes import DONE, UNKNOWN, EpisodeResult, EpisodeRunner
+from kit.rollout.policy_view import Report
 from reward.pool import UnknownBudget, Verdict
 
 # Entries of a row that reward functions get, beside the columns of the data.
@@ -59,7 +60,7 @@ class EpisodeSteps:
         self.budget.record(verdicts, [f"row {place}" for place in range(len(reasons))])
         return [reason is not None for reason in reasons]
 
-    def figures(self, results: list[EpisodeResult], step: int) -> tuple[dict[str, float | None], float]:
+    def report(self, results: list[EpisodeResult], step: int) -> Report:
         """The metrics of `KEYS` over all processes, and the most seconds that an episode spent in its environment."""
         mine = [
             (
@@ -77,7 +78,7 @@ class EpisodeSteps:
         count = len(turns)
         means = [sum(turns) / count, sum(calls) / count, sum(failures) / count, sum(unfinished) / count]
         lag = sum(lags) / sum(turns) if sum(turns) else None
-        return dict(zip(KEYS, [*means, sum(tokens), lag], strict=True)), max(seconds)
+        return Report(dict(zip(KEYS, [*means, sum(tokens), lag], strict=True)), {"environment": max(seconds)})
 
     def close(self, results: list[EpisodeResult]) -> None:
         """Release the episodes of a step, after their rewards were computed."""

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.data.problems import CODE_FORMATS, TEXT_FORMATS, chat_messages, drop_long, load_problems, to_dataset
-from kit.rollout.episodes import EpisodeRunner
 from kit.rollout.policy_view import EpisodeSampler, PolicyView, Sampler
 from reward import BoundReward, checked_options
 
@@ -46,13 +45,11 @@ class HeldOut:
         every, apart = self.config.watch.eval_every, self.config.train.num_iterations
         return step == 1 or step // every != (step - apart) // every
 
-    def measure(
-        self, sampler: Sampler, policy: PolicyView, tokenize: Tokenize, runner: EpisodeRunner | None = None
-    ) -> float | None:
+    def measure(self, sampler: Sampler, policy: PolicyView, tokenize: Tokenize) -> float | None:
         """Share of correct answers among those that could be judged, the same in every process; None if none could.
 
-        Called by all processes together; each generates its part. With a `runner` an episode is run on each problem;
-        it is correct if its environment's own reward, if it has one, is at least `eval.reward_threshold`.
+        Called by all processes together; each generates its part. With an environment an episode is run on each
+        problem; it is correct if the environment's own reward, if it has one, is at least `eval.reward_threshold`.
         """
         processes, index = policy.processes.num_processes, policy.processes.process_index
         share = -(-len(self.problems) // processes)
@@ -60,22 +57,20 @@ class HeldOut:
         mine = list(itertools.islice(itertools.cycle(self.problems), index * share, (index + 1) * share))
         prompts = [chat_messages(self.config.data, problem) for problem in mine]
         with own_random_numbers(self.config.run.seed, index, policy.processes.device):
-            if runner is not None:
+            if self.config.environment.is_given:
                 rows = [dict(row) for row in to_dataset(mine, self.config.data)]
-                return self._share(self._played(cast(EpisodeSampler, sampler), policy, rows, runner))
+                return self._share(self._played(cast(EpisodeSampler, sampler), policy, rows))
             made = sampler.generate(policy, tokenize(prompts), group=1)
         texts = self.tokenizer.batch_decode(made.token_ids, skip_special_tokens=True)
         messages = [[{"role": "assistant", "content": text}] for text in texts]
         scores = self.judge(prompts=prompts, completions=messages, gold=[problem.gold for problem in mine])
         return self._share([None if score is None else score == 1.0 for score in scores])
 
-    def _played(
-        self, sampler: EpisodeSampler, policy: PolicyView, rows: list[dict], runner: EpisodeRunner
-    ) -> list[bool | None]:
+    def _played(self, sampler: EpisodeSampler, policy: PolicyView, rows: list[dict]) -> list[bool | None]:
         """Whether the episode on each row was correct; None if that is not known."""
-        episodes = sampler.run_episodes(policy, rows, runner).episodes or []
+        episodes, _ = sampler.run_episodes(policy, rows, group=1)
         try:
-            if runner.environment.owns_reward:
+            if self.judge is None:
                 scores, least = [one.reward for one in episodes], self.config.eval.reward_threshold
             else:
                 texts = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from kit.core.config.schema import Config
 from kit.policy.kept_weights import Room, keeping_weights
-from kit.rollout.episodes import EpisodeRunner, rollouts_of
+from kit.rollout.episodes import EpisodeResult, EpisodeRunner
 from kit.rollout.noise import facts, noise_of, noisy
 from kit.rollout.policy_view import PolicyView, Report, Rollouts
 from kit.train.trained_policy import TrainedPolicy
@@ -16,11 +16,21 @@ Generate = Callable[[list[list[int]], int, int], list[list[int]]]
 
 
 class OwnSampler:
-    """A `Sampler` that generates with the trained policy itself, for `rows` prompts at a time."""
+    """A `Sampler` that generates with the trained policy itself, for `rows` prompts at a time.
+
+    With `episodes`, also an `EpisodeSampler`.
+    """
 
     def __init__(
-        self, config: Config, own: TrainedPolicy, generate: Generate, rows: int, say: Callable[[str], None] | None
+        self,
+        config: Config,
+        own: TrainedPolicy,
+        generate: Generate,
+        rows: int,
+        say: Callable[[str], None] | None,
+        episodes: EpisodeRunner | None = None,
     ):
+        self.episodes = episodes
         self.config, self.own, self._generate, self.rows, self._say = config, own, generate, max(1, rows), say
         self._is_kept: bool | None = None  # what was last printed about rollout.keep_weights
 
@@ -33,11 +43,13 @@ class OwnSampler:
                 made += self._generate(part, group or rollout.group_size, rollout.max_completion_length)
         return Rollouts(made, None, policy.version, Report(noise, {}))
 
-    def run_episodes(self, policy: PolicyView, rows: list[dict[str, Any]], runner: EpisodeRunner) -> Rollouts:
+    def run_episodes(
+        self, policy: PolicyView, rows: list[dict], group: int | None = None
+    ) -> tuple[list[EpisodeResult], Report]:
         """Run an episode on each row, turn by turn in lockstep."""
         with self._ready(policy) as noise:
-            results = runner.sample_here(rows, self._turns, policy.version, policy.stop_token_ids)
-        return rollouts_of(results, policy.version, Report(noise, {}))
+            results = self.episodes.sample_here(rows, self._turns, policy.version, policy.stop_token_ids)
+        return results, Report(noise, {})
 
     def _turns(self, prompt_ids: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
         """A turn after each prompt, of at most as many tokens."""

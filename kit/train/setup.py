@@ -325,23 +325,26 @@ def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
         yield
 
 
-def make_rollout(config: Config, tokenizer: Any, model_config: Any, run: RunDir) -> Any:
-    """The rollout backend, checked as far as possible without weights; None: the policy generates in this process."""
+def make_rollout(config: Config, tokenizer: Any, model_config: Any, run: RunDir, episodes: Any = None) -> Any:
+    """The rollout backend, checked as far as possible without weights; None: the policy generates in this process.
+    `episodes` is the runner of the run's episodes, if it has any."""
     if config.rollout.backend == "in_process":
         return None
     from kit.policy.load import adapted_layers
     from kit.rollout.client import ServerRollout
 
-    rollout = ServerRollout(config, tokenizer, run)
+    rollout = ServerRollout(config, tokenizer, run, episodes)
     rollout.check(adapted_layers(config, model_config), model_config.get_text_config().vocab_size)
     return rollout
 
 
-def load_base(config: Config, run: RunDir, tokenizer: Any, model_config: Any, arguments: Any) -> tuple[Any, dict, Any]:
+def load_base(
+    config: Config, run: RunDir, tokenizer: Any, model_config: Any, arguments: Any, episodes: Any = None
+) -> tuple[Any, dict, Any]:
     """(frozen base, its record as now in `base.json`, rollout backend whose servers hold the same base).
 
-    `arguments` are the trainer's. Raises `BadInput` if a server, the run to resume, or an adapter that the run starts
-    or learns from has another base.
+    `arguments` are the trainer's, `episodes` the runner of its episodes. Raises `BadInput` if a server, the run to
+    resume, or an adapter that the run starts or learns from has another base.
     """
     from accelerate import PartialState
 
@@ -350,7 +353,7 @@ def load_base(config: Config, run: RunDir, tokenizer: Any, model_config: Any, ar
     from kit.policy.teacher import check_adapter_base
 
     with loading_whole(arguments):
-        rollout = make_rollout(config, tokenizer, model_config, run)
+        rollout = make_rollout(config, tokenizer, model_config, run, episodes)
         base = load_policy_base(config)
         facts = record_base(base, run, config, write=False)
     check_adapter_base(config, facts["hash"])
@@ -374,6 +377,7 @@ class Task:
     dataset: Any
     heldout: Any  # None without watch.eval_every
     episodes: Any  # the runner of episodes; None without an environment
+    own_reward: list[Any]  # that of the environment, if it has one, beside `rewards`
 
 
 def read_task(config: Config, run: RunDir, processes: int, dry_run: bool) -> Task:
@@ -398,10 +402,9 @@ def read_task(config: Config, run: RunDir, processes: int, dry_run: bool) -> Tas
     check_problems(run, dataset)
     owns_reward = environment is not None and environment.owns_reward
     heldout = HeldOut(config, tokenizer, owns_reward) if config.watch.eval_every else None
-    if owns_reward:
-        weights.append(1.0)
     own = [EnvironmentReward(environment)] if owns_reward else []
-    return Task(model_config, fmt, tokenizer, [*rewards, *own], weights, dataset, heldout, runner)
+    weights += [1.0] * len(own)
+    return Task(model_config, fmt, tokenizer, rewards, weights, dataset, heldout, runner, own)
 
 
 def make_runner(config: Config, environment: Any, tokenizer: Any) -> Any:
@@ -431,12 +434,13 @@ def trainer_parts(config: Config, run: RunDir, task: Task, arguments: Any) -> tu
 
     with loading_whole(arguments):
         start(task.rewards)
-    base, facts, rollout = load_base(config, run, task.tokenizer, task.model_config, arguments)
+    facts_of_task = task.tokenizer, task.model_config, arguments, task.episodes
+    base, facts, rollout = load_base(config, run, *facts_of_task)
     record_problems(run, task.dataset)
     arguments.reward_weights = task.weights
     parts = {"config": config, "run": run, "base_hash": facts["hash"], "rollout": rollout, "model": base}
     parts |= {"args": arguments, "train_dataset": task.dataset, "processing_class": task.tokenizer}
-    parts |= {"reward_funcs": task.rewards, "heldout": task.heldout, "episodes": task.episodes}
+    parts |= {"reward_funcs": task.rewards + task.own_reward, "heldout": task.heldout, "episodes": task.episodes}
     return parts | {"peft_config": lora_config(config.policy, base)}, facts
 
 

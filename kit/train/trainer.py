@@ -45,7 +45,7 @@ from kit.policy.quantized_linear import (
 from kit.policy.recompute import use_recompute
 from kit.policy.routing import use_routing
 from kit.policy.sharding import gather_adapter, prepare
-from kit.rollout.episodes import EpisodeRunner
+from kit.rollout.episodes import EpisodeRunner, rollouts_of
 from kit.rollout.overlap import Batches, Lookahead
 from kit.rollout.policy_view import AheadSampler, EpisodeSampler, Report, Rollouts, Sampler
 from kit.train.advantages import find_flat_groups, group_advantages, subtract_kl
@@ -315,23 +315,24 @@ class PolicyTrainer(GRPOTrainer):
         self.add_callback(FiniteGradients(self.keep_step))
         self.add_callback(FiniteAdapter())
         self.recorder = Recorder(run, config) if self.accelerator.is_main_process else None
-        self.sampler: Sampler = rollout or self._own_sampler()
+        if episodes is not None:
+            self.episodes = EpisodeSteps(episodes, config)
+        self.sampler: Sampler = rollout or self._own_sampler(episodes)
         self.figures = StepFigures(self.accelerator.device)
         self.policy_step = self._make_step(loss)
         self._lookahead = Lookahead()
         self._unknown: dict[str, dict[str, int]] = {}  # by reward function and reason
         self._unknown_before: dict[str, dict[str, int]] = {}  # before a resume, in the main process
         self._sampled: Sampled | None = None
-        if episodes is not None:
-            self.episodes = EpisodeSteps(episodes, config)
 
-    def _own_sampler(self) -> OwnSampler:
+    def _own_sampler(self, episodes: EpisodeRunner | None) -> OwnSampler:
         def generate(prompt_ids: list[list[int]], group: int, max_tokens: int) -> list[list[int]]:
             self.generation_config.max_new_tokens = max_tokens
             return self._generate_single_turn(prompt_ids, None, {}, group)[0]
 
         rows = self.args.generation_batch_size // self.accelerator.num_processes
-        return OwnSampler(self.config, self.policy, generate, rows, self.recorder.say if self.recorder else None)
+        say = self.recorder.say if self.recorder else None
+        return OwnSampler(self.config, self.policy, generate, rows, say, episodes)
 
     def _make_step(self, loss: LossFunction | None) -> PolicyStep:
         settings = loss_settings(self.args, self.config)
@@ -420,9 +421,7 @@ class PolicyTrainer(GRPOTrainer):
             self.figures.add(made.report)
             self.figures.version = made.version
             if self.config.rollout.overlap:
-                ahead = self._lookahead.prompts()
-                served = cast(AheadSampler, self.sampler)
-                self.figures.add(served.begin(self.policy, self._token_ids(ahead) if ahead else []))
+                self.figures.add(self._begin_next())
         self.figures.note_peak("rollout")
         truncated = self._truncated(made)
         self._count_tokens(prompt_ids, made)
@@ -470,11 +469,19 @@ class PolicyTrainer(GRPOTrainer):
         if self.episodes is None:
             prompt_ids = self._token_ids([row["prompt"] for row in rows])
             return self.sampler.generate(self.policy, prompt_ids), prompt_ids
-        sampler = cast(EpisodeSampler, self.sampler)
-        made = sampler.run_episodes(self.policy, rows, self.episodes.runner)
-        values, seconds = self.episodes.figures(made.episodes, self.state.global_step + 1)
-        self.figures.add(Report(values, {"environment": seconds}))
-        return made, [one.prompt_ids for one in made.episodes]
+        results, report = cast(EpisodeSampler, self.sampler).run_episodes(self.policy, rows)
+        self.figures.add(self.episodes.report(results, self.state.global_step + 1))
+        version = min(gather_object([min(one.versions, default=self.policy.version) for one in results]))
+        has_logps = self.config.rollout.backend == "server"
+        return rollouts_of(results, version, report, has_logps), [one.prompt_ids for one in results]
+
+    def _begin_next(self) -> Report:
+        """Start to sample what the next step will learn from."""
+        ahead = self._lookahead.rows()
+        if self.episodes is not None:
+            return cast(EpisodeSampler, self.sampler).begin_episodes(self.policy, ahead)
+        prompt_ids = self._token_ids([row["prompt"] for row in ahead]) if ahead else []
+        return cast(AheadSampler, self.sampler).begin(self.policy, prompt_ids)
 
     def _truncated(self, made: Rollouts) -> list[bool]:
         """Which completions were cut at their token limit."""
@@ -498,8 +505,7 @@ class PolicyTrainer(GRPOTrainer):
 
     def _measure_heldout(self) -> None:
         with self.figures.timed("heldout"):
-            runner = self.episodes.runner if self.episodes else None
-            accuracy = self.heldout.measure(self.sampler, self.policy, self._token_ids, runner)
+            accuracy = self.heldout.measure(self.sampler, self.policy, self._token_ids)
         self.figures.values["heldout_accuracy"] = accuracy
         if accuracy is not None:  # for the trackers
             self._metrics["train"]["heldout_accuracy"].append(accuracy)

@@ -324,7 +324,9 @@ def drawn(max_steps: int, passes: list[int]) -> tuple[list, list[int]]:
         for _ in range(-(-length // 2)):
             if len(steps) < max_steps:
                 batches = ahead.draw(iterator, draw, len(steps) + 1 == max_steps)[0]
-                steps.append(([[row["prompt"] for row in batch] for batch in batches], ahead.prompts()))
+                steps.append(
+                    ([[row["prompt"] for row in batch] for batch in batches], [row["prompt"] for row in ahead.rows()])
+                )
     return steps, counts
 
 

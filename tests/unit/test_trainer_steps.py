@@ -408,7 +408,7 @@ def test_what_is_sampled_is_recorded_counted_and_followed_by_what_is_due(policy,
             order.append(("begin", prompt_ids))
             return Report({"sync_seconds": {}}, {"sync": 0.25})
 
-    def measure(sampler, policy, tokenize, runner) -> float:
+    def measure(sampler, policy, tokenize) -> float:
         order.append("held out")
         return 0.25
 
@@ -426,7 +426,7 @@ def test_what_is_sampled_is_recorded_counted_and_followed_by_what_is_due(policy,
         sampler=Replicas(),
         policy_step=SimpleNamespace(add_reference=lambda batch: order.append("reference"), dropouts=[]),
         heldout=SimpleNamespace(is_due=lambda step: asked.append(step) or due, measure=measure),
-        _lookahead=SimpleNamespace(prompts=lambda: [[{"content": "next"}]]),
+        _lookahead=SimpleNamespace(rows=lambda: [{"prompt": [{"content": "next"}]}]),
         _token_ids=lambda prompts: [[len(prompt[0]["content"])] * 3 for prompt in prompts],
         _tokenizer=SimpleNamespace(pad_token_id=0, batch_decode=lambda ids, skip_special_tokens: list(map(str, ids))),
         eos_token_ids=[2],
