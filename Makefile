@@ -3,14 +3,16 @@
 # make test         lint (ruff, mypy) and the unit tests, some minutes; what a contributor runs
 # make test-all     these and the rest that needs no GPU: real command lines, servers, kills, full disks (make test-rest)
 # make install      only the environment, in .venv (the two above call it)
-# make lint | make format | make llmcompressor | make lm_eval | make verl | make modelopt | make clean
+# make lint | make format | make llmcompressor | make lm_eval | make verl | make modelopt | make openenv | make verifiers
+# make clean
 #
 # PYTHON=python3.12 picks the interpreter; DEVICE=cpu or DEVICE=cuda overrides what nvidia-smi says.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: quickstart real test test-rest test-all install lint format llmcompressor lm_eval verl modelopt clean
+.PHONY: quickstart real test test-rest test-all install lint format clean
+.PHONY: llmcompressor lm_eval verl modelopt openenv verifiers
 
 PYTHON ?= python3
 DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -94,9 +96,10 @@ endif
 
 # Environments of their own: llm-compressor and vllm pin different versions of compressed-tensors, lm-eval brings much,
 # verl is there for its configuration schema only and comes without what it needs to train, modelopt for tests only.
+# openenv and verifiers want another mcp than vllm; a run with their environments starts with their python.
 # torch and transformers are .venv's, which a .pth file shows behind their own packages, so the build of torch fits this
 # device. pip would complain that vllm, of which it sees the package, now has the wrong compressed-tensors.
-llmcompressor lm_eval verl modelopt: %: .venv-%/.installed
+llmcompressor lm_eval verl modelopt openenv verifiers: %: .venv-%/.installed
 # What is imported is compiled then.
 .venv-verl/.installed: PIP_OPTIONS := --no-deps
 .venv-%/.installed: requirements-%.txt $(STAMP)
@@ -109,5 +112,6 @@ llmcompressor lm_eval verl modelopt: %: .venv-%/.installed
 
 # Removes the environments and caches; runs/ and models/ are yours and stay.
 clean:
-	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .venv-verl .venv-modelopt .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .venv-verl .venv-modelopt .venv-openenv .venv-verifiers
+	rm -rf .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

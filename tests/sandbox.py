@@ -21,7 +21,14 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK = "KIT_TESTS_RUN_IN"
 CHECKOUT = "KIT_TESTS_CHECKOUT"
 WAIT_FOR = "KIT_TESTS_WAIT_FOR"  # id of a process that still makes side environments
-SIDE_ENVIRONMENTS = (".venv-llmcompressor", ".venv-lm_eval", ".venv-verl", ".venv-modelopt")
+SIDE_ENVIRONMENTS = (
+    ".venv-llmcompressor",
+    ".venv-lm_eval",
+    ".venv-verl",
+    ".venv-modelopt",
+    ".venv-openenv",
+    ".venv-verifiers",
+)
 # The machine's own: where programs and libraries are, the terminal, temporary files, whether this is CI.
 KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TERM", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "TMPDIR", "CI", "USER")
 KEPT += ("GRPO_KIT_DATA", "GRPO_KIT_CACHE", "PYTEST_ADDOPTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD", WAIT_FOR)

@@ -40,6 +40,9 @@ class Episode(Protocol):
         `UnknownEpisode`; any other exception ends the run.
         """
 
+    async def cut_off(self, reply: Message) -> None:
+        """The model's last turn if a limit of tokens ended it before its stop token. Nothing answers it."""
+
     async def reward(self) -> float | None:
         """The environment's own reward, asked for once after the last turn; None: could not be computed. Called only
         if the environment owns one."""

@@ -15,6 +15,11 @@ from kit.environments.trl_contract import TrlEnvironment
 from reward.own import imported
 
 PYTHON = "python"  # the built-in tool
+# Environments of other packages, by the name that `environment.factory` has for them.
+ADAPTERS = {
+    "openenv": "kit.environments.openenv:OpenEnvironment",
+    "verifiers": "kit.environments.verifiers:VerifiersEnvironment",
+}
 
 
 def load_environment(config: Config) -> Environment | None:
@@ -22,17 +27,25 @@ def load_environment(config: Config) -> Environment | None:
     given = config.environment
     if not given.is_given:
         return None
-    tools = [_tool(name, config) for name in given.tools]
+    if given.factory in ADAPTERS:
+        adapter = imported(ADAPTERS[given.factory], "environment.factory")
+        environment: Environment = adapter(given, **checked_options(adapter, given.options))
+    else:
+        environment = TrlEnvironment(_factories(given.factory, given.options), _tools(config), given)
+    if not (config.reward.functions or environment.owns_reward):
+        raise BadInput(
+            f"reward.functions is empty and {environment.name} has no reward of its own (get_reward, or a rubric): "
+            "there is nothing to learn from. Name a reward function, or give the environment a reward."
+        )
+    return environment
+
+
+def _tools(config: Config) -> list[Tool]:
+    tools = [_tool(name, config) for name in config.environment.tools]
     names = [tool.__name__ for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise BadInput(f"environment.tools has several tools named {twice[0]!r}: the model calls them by name.")
-    environment = TrlEnvironment(_factories(given.factory, given.options), tools, given)
-    if not (config.reward.functions or environment.owns_reward):
-        raise BadInput(
-            f"reward.functions is empty and {environment.name} has no get_reward: there is no reward to learn from. "
-            "Name a reward function, or define get_reward."
-        )
-    return environment
+    return tools
 
 
 def _tool(name: str, config: Config) -> Tool:
@@ -63,10 +76,9 @@ def _factories(name: str | None, options: dict[str, Any]) -> dict[str | None, Ca
     return dict(found)
 
 
-def checked_options(factory: Callable, options: dict[str, Any]) -> dict[str, Any]:
-    """`environment.options` converted to the types of the factory's arguments; `BadInput` for an unknown or missing
-    one and for a value of another type."""
-    key = "environment.options"
+def checked_options(factory: Callable, options: dict[str, Any], key: str = "environment.options") -> dict[str, Any]:
+    """`options` converted to the types of the factory's arguments; `BadInput`, with the configuration's `key`, for an
+    unknown or missing one and for a value of another type."""
     function = factory.__init__ if inspect.isclass(factory) else factory
     try:
         hints = typing.get_type_hints(function)

@@ -139,6 +139,9 @@ class TrlEpisode:
             self._is_idle = False
             raise
 
+    async def cut_off(self, reply: Message) -> None:
+        """Nothing: TRL's environments see the calls of whole turns only."""
+
     async def reward(self) -> float | None:
         """What `get_reward` returns; `RewardFailed` if it raises or returns no number."""
         function, name = self.instance.get_reward, type(self.instance).__name__

@@ -62,6 +62,7 @@ class EpisodeResult:
     messages: list[Message] = field(default_factory=list)  # after the prompt
     end: str = UNKNOWN
     unknown: str | None = None  # why the outcome is not known: no reward counts; None: it is known
+    told: str = ""  # more about why, for the log
     reward: float | None = None  # the environment's own, if it owns one
     tool_calls: int = 0
     failures: dict[str, int] = field(default_factory=dict)  # failed calls by reason
@@ -157,7 +158,7 @@ class EpisodeRunner:
                 raise UnknownEpisode("prompt_too_long")
             result.end = await self._turns(number, episode, result, sampler, stops)
         except UnknownEpisode as error:
-            result.end, result.unknown = UNKNOWN, error.reason
+            result.end, result.unknown, result.told = UNKNOWN, error.reason, str(error)
         finally:
             sampler.leave(number)
         if self.environment.owns_reward and result.unknown is None:
@@ -182,6 +183,7 @@ class EpisodeRunner:
             reply = self.tokens.reply(turn.token_ids, before, episode.tools)
             result.add_turn(turn, reply)
             if turn.token_ids[-1] not in stops:
+                await self._timed(result, episode.cut_off(reply))
                 return LENGTH
             answer = await self._timed(result, episode.respond(reply))
             if not answer:
@@ -209,7 +211,7 @@ class EpisodeRunner:
         try:
             result.reward = await self._timed(result, episode.reward())
         except UnknownEpisode as error:
-            result.unknown = error.reason
+            result.unknown, result.told = error.reason, str(error)
         else:
             result.unknown = "no_reward" if result.reward is None else None
 

@@ -12,6 +12,7 @@ from reward.pool import UnknownBudget, Verdict
 
 # Entries of a row that reward functions get, beside the columns of the data.
 INSTANCES, OWN_REWARD, REASON = "environments", "environment_reward", "unknown_episode"
+TOLD = "told_episode"
 # Keys of metrics.jsonl, for a run with an environment.
 KEYS = ("episode_turns", "tool_calls", "tool_failures", "unfinished_fraction", "environment_tokens", "turn_lag")
 
@@ -42,7 +43,7 @@ class EpisodeSteps:
         """The rows with what their episodes give to reward functions."""
         found = []
         for row, one in zip(rows, results, strict=True):
-            more = {OWN_REWARD: one.reward, REASON: one.unknown}
+            more = {OWN_REWARD: one.reward, REASON: one.unknown, TOLD: one.told}
             if (instance := one.episode and one.episode.instance) is not None or self._has_instances:
                 more[INSTANCES] = instance
             found.append({**row, **more})
@@ -55,10 +56,10 @@ class EpisodeSteps:
     def unknown(self, rows: list[dict]) -> list[bool]:
         """Which episodes of all processes are unknown; counts them, and raises `CheckFailed` above the budget, in
         every process."""
-        reasons = gather_object([row[REASON] for row in rows])
-        verdicts = [Verdict(None if reason else True, reason or "known") for reason in reasons]
-        self.budget.record(verdicts, [f"row {place}" for place in range(len(reasons))])
-        return [reason is not None for reason in reasons]
+        found = gather_object([(row[REASON], row[TOLD]) for row in rows])
+        verdicts = [Verdict(None if reason else True, reason or "known") for reason, _ in found]
+        self.budget.record(verdicts, [f"row {place}: {told}" for place, (_, told) in enumerate(found)])
+        return [reason is not None for reason, _ in found]
 
     def report(self, results: list[EpisodeResult], step: int) -> Report:
         """The metrics of `KEYS` over all processes, and the most seconds that an episode spent in its environment."""
@@ -90,4 +91,4 @@ class EpisodeSteps:
 def recorded(result: EpisodeResult) -> dict[str, Any]:
     """An episode's entries of completions/step-*.jsonl."""
     found = {"messages": result.messages, "turn_versions": result.versions, "end": result.end}
-    return found | ({} if result.unknown is None else {"unknown": result.unknown})
+    return found | ({} if result.unknown is None else {"unknown": result.unknown, "told": result.told})

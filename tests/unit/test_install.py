@@ -61,9 +61,11 @@ def third_party_imports() -> dict[str, str]:
 # uses what it brings, in the versions that it wants: its web framework and, on a GPU, Triton and NVML.
 BROUGHT_BY_VLLM = {"vllm", "fastapi", "starlette", "triton", "pynvml"}
 # merge/awq.py, launch/export/schema.py and tests/unit/modelopt_numbers.py run in environments of their own, pinned in
-# requirements-llmcompressor.txt, requirements-verl.txt and requirements-modelopt.txt.
+# requirements-llmcompressor.txt, requirements-verl.txt and requirements-modelopt.txt. kit/environments/openenv.py and
+# verifiers.py import what those packages bring; a run uses them in .venv-openenv or .venv-verifiers.
 # bench/bench_update.py runs Unsloth beside the kit where it is installed.
 OF_OTHER_ENVIRONMENTS = {"llmcompressor", "verl", "hydra", "omegaconf", "unsloth", "modelopt"}
+OF_OTHER_ENVIRONMENTS |= {"openenv", "fastmcp", "uvicorn", "pydantic", "jsonschema", "verifiers"}
 # In requirements-cuda.txt alone: their kernels need a GPU.
 OF_GPUS = {"liger_kernel", "cudnn"}
 

@@ -16,6 +16,11 @@ def faults(config: Config, sharding: str | None) -> list[str]:
         found.append(
             f"environment.factory is {given.factory!r}. Write it as module:callable, or use {' or '.join(ADAPTERS)}."
         )
+    if given.factory in ADAPTERS and given.tools:
+        found.append(
+            f"environment.factory is {given.factory}, whose environments bring their own tools, and environment.tools "
+            f"is {given.tools}. Leave it out."
+        )
     if given.factory is None and given.options:
         found.append("environment.options are for environment.factory, which is not set. Leave them out.")
     if wrong := [name for name in given.tools if ":" not in name and name != "python"]:
