@@ -28,6 +28,7 @@ from tests.conftest import CONFIG, run_here
 pytestmark = pytest.mark.slow
 DTYPE = ("--model.dtype", "bfloat16")  # FP8 weights compute in it; the CPU recipe's own is float32
 WAIT_S = 400
+BLOCK = 32  # tokens of a block of the KV cache: the smallest that vLLM takes on a CPU (128 by default)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,7 @@ class Served:
             "server.kv_cache_gib": 1,
             "server.max_num_seqs": 16,
             "server.enforce_eager": "true",
+            "server.vllm": f"{{block_size: {BLOCK}}}",
             "run.name": "served",
         }
         self.process: subprocess.Popen | None = None
@@ -177,6 +179,33 @@ def test_the_canary_can_be_run_by_hand(served_run, served, recipe_arguments, lea
 def test_the_server_holds_the_trainers_base(served_run, dequantized, served):
     manifest = read_manifest(dequantized, deep=True)
     assert manifest["base_hash"] == read_json(served_run.base_file)["hash"] == served.replica.info()["base_hash"]
+
+
+def test_a_second_turn_after_a_sync_reads_nothing_that_the_version_before_computed(served_run, served):
+    """The turn before it, and the answer behind that, are in the cache under the name of the version before."""
+    rng = np.random.default_rng(1)
+    prompt, observation = (rng.integers(3, 300, length).tolist() for length in (2 * BLOCK - 8, 9))
+    base_hash = read_json(served_run.base_file)["hash"]
+
+    def serve(version: int) -> None:
+        where = {"way": "adapter", "run": "by-hand", "session": "turns", "base_hash": base_hash}
+        served.replica.stage(version=version, path=served_run.adapter_dir(version), **where)
+        served.replica.activate("turns", version)
+
+    def turn(ids: list[int], version: int, n: int = 1) -> list:
+        chosen = {"max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
+        return served.replica.generate("by-hand", ids, n=n, **chosen, session="turns", version=version)[1]
+
+    serve(2)
+    context = [*prompt, *turn(prompt, 2)[0].token_ids.tolist(), *observation]
+    turn(context, 2)
+    serve(4)
+    for _ in range(2):  # into the cache, and out of it
+        samples = turn(context, 4, n=4)
+        # vLLM scores given tokens without its prefix cache.
+        scored = served.replica.score([context + one.token_ids.tolist() for one in samples], "turns", 4)
+        tails = [one[-len(sample.token_ids) :] for one, sample in zip(scored, samples, strict=True)]
+        assert np.array_equal(np.concatenate([one.logprobs for one in samples]), np.concatenate(tails))
 
 
 def test_the_next_batch_is_generated_behind_the_update(

@@ -260,6 +260,23 @@ def test_a_new_version_is_served_as_a_server_that_was_started_on_it(setup):
     assert np.abs(old - np.concatenate([one.logprobs for one in before])).mean() > 0.02, "the versions differ"
 
 
+def test_a_second_turn_after_a_sync_is_that_of_a_server_that_was_started_on_the_version(setup):
+    """The turn before it, and the answer behind that, are in the cache as the version before computed them."""
+    rng = np.random.default_rng(1)
+    prompt, observation = (rng.integers(3, 300, length).tolist() for length in (2 * BLOCK - 5, 9))
+    serve(setup, 1, "turns")
+    context = [*prompt, *sample(setup.a, prompt, "turns", 1, n=1)[0].token_ids.tolist(), *observation]
+    hits = setup.a.metric("prefix_cache_hits")
+    sample(setup.a, context, "turns", 1, n=1)
+    assert setup.a.metric("prefix_cache_hits") - hits >= BLOCK, "a later turn computes what was added"
+    serve(setup, 2, "turns")
+    for _ in range(2):  # into the empty cache, and out of it
+        samples = sample(setup.a, context, "turns", 2, n=4)
+        fresh = setup.fresh.replica.score([context + one.token_ids.tolist() for one in samples], None, None)
+        tails = [one[-len(turn.token_ids) :] for one, turn in zip(fresh, samples, strict=True)]
+        assert np.array_equal(np.concatenate([one.logprobs for one in samples]), np.concatenate(tails))
+
+
 def test_a_replica_of_another_base_under_this_hash_is_caught(setup, recipe, tmp_path):
     assert setup.fresh.replica.info()["base_hash"] == setup.base_hash
     done = recipe(setup.recipe_line(RunDir(tmp_path / "run"), [setup.a, setup.fresh], {}))
