@@ -5,6 +5,8 @@ Everything up to `started` works without weights and without a GPU; a dry run en
 
 import argparse
 import contextlib
+import copy
+import inspect
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -151,15 +153,22 @@ def problems_a_step(config: Config, processes: int) -> int:
     return rows // config.rollout.group_size
 
 
-def load_rewards(config: Config, run: RunDir, has_environment: bool) -> tuple[list[Any], list[float]]:
+def load_rewards(config: Config, run: RunDir, has_environment: bool, processes: int) -> tuple[list[Any], list[float]]:
     """The reward functions and their weights, checked against the columns of the training data."""
     from kit.data.problems import reward_columns
-    from reward import check_run, reward_functions
+    from reward import check_run, function_of, reward_functions
 
     columns = reward_columns(config.data, "train")
     given = ("environments",) if config.environment.factory else ()
     facts = config.rollout.group_size, run.path, has_environment
     rewards, weights = reward_functions(config.reward, (*columns, *given), *facts)
+    if given and config.rollout.backend == "server" and processes > 1:
+        for name in config.reward.functions:
+            if "environments" in inspect.signature(function_of(name)).parameters:
+                raise BadInput(
+                    f"reward {name!r} takes environments, and on servers all of {processes} processes are in the "
+                    "main one. Compute it in the environment's get_reward, or train in one process."
+                )
     check_run(rewards, config, columns)
     return rewards, weights
 
@@ -395,7 +404,7 @@ def read_task(config: Config, run: RunDir, processes: int, dry_run: bool) -> Tas
     resolve_recompute(config, model_config, processes)
     fmt = trained_format(config, model_config)
     environment = load_environment(config)
-    rewards, weights = load_rewards(config, run, environment is not None)
+    rewards, weights = load_rewards(config, run, environment is not None, processes)
     tokenizer = load_tokenizer(config)
     runner = make_runner(config, environment, tokenizer) if environment else None
     dataset, _ = load_data(config, tokenizer, processes, runner)
@@ -412,7 +421,9 @@ def make_runner(config: Config, environment: Any, tokenizer: Any) -> Any:
     from kit.rollout.episode_tokens import EpisodeTokens
     from kit.rollout.episodes import EpisodeRunner
 
-    tokens = EpisodeTokens(tokenizer, config.data.chat_template_kwargs, environment.takes_tools)
+    # A copy: episodes run in another thread, and a fast tokenizer fails when two threads change its padding.
+    own = copy.deepcopy(tokenizer)
+    tokens = EpisodeTokens(own, config.data.chat_template_kwargs, environment.takes_tools)
     return EpisodeRunner(environment, tokens, config)
 
 

@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kit.core.errors import CheckFailed
+from kit.core.config.load import load_config
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import RunDir
 from kit.environments.episode import Message
 from kit.rollout.client import ServerRollout
 from kit.rollout.episode_tokens import EpisodeTokens
 from kit.rollout.episodes import EpisodeResult, EpisodeRunner
 from kit.rollout.protocol import decode_ids, encode_floats, encode_ids
+from kit.train.setup import load_rewards, make_runner
 from tests.unit.fake_replica import log_probs
-from tests.unit.test_rollout import GROUP, LINEARS, rollout, served, tokenizer, view  # noqa: F401
+from tests.unit.test_rollout import CONFIG, GROUP, LINEARS, rollout, served, tokenizer, view  # noqa: F401
 
 TURNS = 3
 WORD = 7  # what a stand-in replica says, then the stop token
@@ -295,3 +298,28 @@ def test_a_result_travels_without_its_environment():
     result = EpisodeResult(prompt_ids=[1], completion_ids=[2], sampled=[1], episode=threading.Lock())
     assert pickle.loads(pickle.dumps(result)) == EpisodeResult(prompt_ids=[1], completion_ids=[2], sampled=[1])
     assert result.episode is not None
+
+
+def judged(completions: list, environments: list, **columns: Any) -> list[float]:
+    """A reward function that looks at the environments."""
+    return [1.0] * len(completions)
+
+
+def test_a_reward_that_takes_environments_needs_them_in_its_process(tiny_model_dir, tmp_path):
+    keys = ["--environment=game:game", f"--data.path={tiny_model_dir}", "--reward.options={}"]
+    keys += ["--reward.functions=['tests.unit.test_server_episodes:judged']"]
+    on_servers = load_config(CONFIG, [*keys, "--rollout.backend=server"])
+    with pytest.raises(
+        BadInput, match=r"judged' takes environments, .* all of 2 processes are in the main one.*get_reward"
+    ):
+        load_rewards(on_servers, RunDir(tmp_path), True, 2)
+    assert load_rewards(on_servers, RunDir(tmp_path), True, 1)[1] == [1.0]
+    assert load_rewards(load_config(CONFIG, keys), RunDir(tmp_path), True, 2)[1] == [1.0], "in process they are"
+
+
+def test_episodes_have_a_tokenizer_of_their_own(playing, tokenizer):  # noqa: F811
+    """They run in a thread beside the trainer's, and a fast tokenizer is not made for two."""
+    found = make_runner(playing(1).config, Game(), tokenizer).tokens
+    assert found.tokenizer is not tokenizer
+    message = [{"role": "user", "content": "What is 1 plus 1?"}]
+    assert found.prompt_ids(message, None) == EpisodeTokens(tokenizer, {}, False).prompt_ids(message, None)
