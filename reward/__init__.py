@@ -306,18 +306,22 @@ def function_options(name: str, columns: Collection[str] = ()) -> dict[str, tupl
     }
 
 
-def check_run(functions: list[BoundReward], config: "Config", columns: Collection[str]) -> None:
-    """Raise `BadInput` for what a function's own check of the run's configuration finds; loads nothing."""
-    for one in functions:
+def check_run(functions: Iterable[Callable], config: "Config", columns: Collection[str]) -> None:
+    """Raise `BadInput` for what a bound function's own check of the run's configuration finds; loads nothing."""
+    for one in _bound(functions):
         if (check := getattr(function_of(one.__name__), "check_run", None)) is not None:
             check(config, [name for name in columns if name not in one.hidden], **one.options)
 
 
-def start(functions: list[BoundReward]) -> None:
-    """Let functions ask their servers and load their models, before the run loads its base; raises `BadInput`."""
-    for one in functions:
+def start(functions: Iterable[Callable]) -> None:
+    """Let bound functions ask their servers and load their models, before a run loads its base; raises `BadInput`."""
+    for one in _bound(functions):
         if (begin := getattr(function_of(one.__name__), "start", None)) is not None:
             begin(**one.options)
+
+
+def _bound(functions: Iterable[Callable]) -> list[BoundReward]:
+    return [one for one in functions if isinstance(one, BoundReward)]
 
 
 def placed_options(name: str, options: dict[str, Any], folder: Path | None) -> dict[str, Any]:

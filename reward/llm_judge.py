@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kit.core.config.schema import Config
 
 KEY = "reward.options.llm_judge"
-SCORE = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
+SCORE = r"(?i)\bscore(?:\s+is)?[\s:=*_]{0,6}(-?\d+(?:\.\d+)?)"
 PLACE = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 BUILT_IN = ("question", "completion", "gold")  # gold is a column that every run has
 PATH = "/chat/completions"

@@ -104,11 +104,18 @@ def own_device() -> str:
 
 @lru_cache(maxsize=4)
 def load(path: str, dtype: str, device: str) -> Loaded:
-    """The model of a checked checkpoint in evaluation mode, frozen; the same for equal arguments."""
+    """The model of a checked checkpoint in evaluation mode, frozen; the same for equal arguments.
+
+    Raises `ValueError` if weights are missing, which transformers would draw at random.
+    """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     place = own_device() if device == "auto" else device
-    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, local_files_only=True)
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"its files lack {', '.join(missing[:3])}")
     model = model.to(place).eval().requires_grad_(False)
     return Loaded(model, AutoTokenizer.from_pretrained(path, local_files_only=True), place)
 
@@ -176,7 +183,7 @@ def start(
     """Load the model; `BadInput` if its files or the device do not allow it."""
     try:
         load(path, dtype, device)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # those of transformers, safetensors and CUDA share no base class
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{KEY}: {path} cannot be loaded on {device}: {reason}") from None
 
