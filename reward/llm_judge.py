@@ -81,7 +81,8 @@ async def llm_judge(
     names = [_name(request) for request in requests]
     distinct = dict(zip(names, requests, strict=True))
     slots = asyncio.Semaphore(concurrency)
-    async with httpx.AsyncClient(timeout=timeout_s, limits=httpx.Limits(max_connections=concurrency)) as client:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency)
+    async with httpx.AsyncClient(timeout=timeout_s, limits=limits) as client:
 
         async def ask(name: str, request: dict) -> tuple[str | None, str]:
             file = Path(cache) / name[:2] / f"{name}.json" if cache else None

@@ -11,6 +11,8 @@ from accelerate.utils import gather_object
 
 from reward import BoundReward
 
+STAY = ("prompt", "environments")  # entries of a row that are not gathered
+
 
 def give_groups(
     functions: Sequence[BoundReward],
@@ -22,16 +24,22 @@ def give_groups(
     process: int,
 ) -> None:
     """Give `functions` the rows of the groups of `size` that begin in this process; called by all processes with
-    equally many rows, which follow each other in the order of the processes."""
+    equally many rows, which follow each other in the order of the processes. Instances of environments stay where they
+    are."""
     mine = [
-        {**row, "prompts": prompt, "completions": completion, "completion_ids": ids}
+        {
+            **{key: row[key] for key in row if key not in STAY},
+            "prompts": prompt,
+            "completions": completion,
+            "completion_ids": ids,
+        }
         for row, prompt, completion, ids in zip(rows, prompts, completions, token_ids, strict=True)
     ]
     everyone = gather_object(mine)
     begin = process * len(rows)
     starts = [start for start in range(0, len(everyone), size) if begin <= start < begin + len(rows)]
     judged = [row for start in starts for row in everyone[start : start + size]]
-    columns = {key: [row[key] for row in judged] for key in mine[0] if key != "prompt"}
+    columns = {key: [row[key] for row in judged] for key in mine[0]}
     for function in functions:
         function.gathered = columns
 

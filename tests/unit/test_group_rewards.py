@@ -1,5 +1,6 @@
 """Group rewards where groups span processes: each group is judged once, whole, and its rewards reach its rows."""
 
+import pickle
 import sys
 
 import pytest
@@ -34,17 +35,26 @@ def reward(tmp_path, monkeypatch):
 @pytest.mark.parametrize("processes", [1, 2, 4, 6, 12])
 def test_every_group_is_judged_once_by_the_process_that_has_its_first_row(reward, monkeypatch, processes):
     share, functions = len(TEXTS) // processes, [reward() for _ in range(processes)]
-    whole = [
+    monkeypatch.setattr(group_rewards, "gather_object", lambda mine: everyone if pickle.dumps(mine) else [])
+    everyone = [
         {**row, "prompts": row["prompt"], "completions": text, "completion_ids": [1]}
         for row, text in zip(ROWS, TEXTS, strict=True)
     ]
-    monkeypatch.setattr(group_rewards, "gather_object", lambda mine: whole)
     for process, function in enumerate(functions):
         part = slice(process * share, (process + 1) * share)
         prompts, texts = ["p"] * share, list(TEXTS[part])
-        give_groups([function], ROWS[part], prompts, texts, [[1]] * share, SIZE, process)
+        give_groups(
+            [function],
+            [row | {"environments": lambda: None} for row in ROWS[part]],
+            prompts,
+            texts,
+            [[1]] * share,
+            SIZE,
+            process,
+        )
         others = {"level": [-1] * share, "problem_id": ["-"] * share, "environments": [object()] * share}
         assert function(prompts=prompts, completions=texts, **others) == [0.0] * share
+        assert len(function.found) == sum(n % SIZE == 0 for n in range(part.start, part.stop)) * SIZE
     assert sys.modules["kit_group_rewards"].CALLS == [
         (list(TEXTS[start : start + SIZE]), [str(start // SIZE)] * SIZE, list(range(start, start + SIZE)), None)
         for start in range(0, len(TEXTS), SIZE)
