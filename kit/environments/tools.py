@@ -109,19 +109,25 @@ async def call_tool(function: Tool, arguments: dict[str, Any], timeout_s: float)
     than `timeout_s`. A `KitError` or `UnknownEpisode` of the tool is passed on."""
     name = function.__name__
     try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise ToolFailed("arguments", f"{name}() {error}") from None
-    work: Awaitable = function(**arguments) if is_async(function) else in_thread(function, **arguments)
-    try:
+        work: Awaitable = function(**arguments) if is_async(function) else in_thread(function, **arguments)
         async with asyncio.timeout(None if getattr(function, KEEPS_TIME, False) else timeout_s) as limit:
             return await work
     except (KitError, ToolFailed, UnknownEpisode):
         raise
     except Exception as error:  # a user's tool may fail in any way
+        if not _fits(function, arguments):
+            raise ToolFailed("arguments", str(error)) from None
         if limit.expired():
             raise ToolFailed("timeout", f"{name} took longer than {timeout_s:g} s") from None
         raise ToolFailed("raised", str(error)) from error
+
+
+def _fits(function: Tool, arguments: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def is_async(function: Any) -> bool:
