@@ -184,6 +184,21 @@ def learning_model_dir(made_once) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tools_model_dir(made_once) -> Path:
+    """A model of recipes/tiny_tools.py, supervised for a few seconds: some of its turns call the calculator."""
+
+    def make(folder: Path) -> None:
+        from recipes.tiny_tools import main
+
+        options = "--hidden 64 --layers 2 --steps 150 --problems 2000 --heldout 40 --processes 1 --overwrite"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["tiny_tools.py", "--task=calculator", f"--out={folder}", *options.split()])
+            main()
+
+    return made_once("tools", make)
+
+
+@pytest.fixture(scope="session")
 def recipe_arguments() -> Callable[..., list[str]]:
     """`recipe_arguments(model, run directory, {key: value})`: the command line of a small run."""
 

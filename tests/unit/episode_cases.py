@@ -143,6 +143,50 @@ class Needy:
     def reset(self, secret: str) -> None: ...
 
 
+class CountingCalculator:
+    """A calculator that pays for each call, as `recipes.environments.calculator` does not."""
+
+    def reset(self, **columns: Any) -> None:
+        self.calls = 0
+
+    def calculate(self, expression: str) -> str:
+        """
+        Works out an expression.
+
+        Args:
+            expression: Whole numbers joined by +, - and *.
+        """
+        from recipes.environments.calculator import Calculator
+
+        self.calls += 1
+        return Calculator().calculate(expression)
+
+    def get_reward(self) -> float:
+        return float(self.calls)
+
+
+class NoisyCalculator(CountingCalculator):
+    """One whose first observation differs from episode to episode of a group."""
+
+    made = 0
+
+    def reset(self, **columns: Any) -> str:
+        super().reset()
+        NoisyCalculator.made += 1
+        return "?" * (NoisyCalculator.made % 3)
+
+
+class Unknowable(CountingCalculator):
+    def calculate(self, expression: str) -> str:
+        """
+        Works out an expression.
+
+        Args:
+            expression: The expression.
+        """
+        raise OSError("the calculator is broken")
+
+
 HERE = __name__
 
 
