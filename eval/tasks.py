@@ -12,6 +12,7 @@ other problems (transfer); `scoring_of` defines how a configuration's completion
 Imports no torch. The model's code runs only in the sandbox, and only with `reward.allow_code_execution`.
 """
 
+import asyncio
 import copy
 import dataclasses
 import inspect
@@ -134,7 +135,8 @@ def scoring_of(config: Config) -> Scoring:
         function = imported(name, "eval.reward", may_be_async=True)
         _check_code(config, name, function)
         _check_arguments(config, name, function)
-        judge = partial(judge_by_reward, custom(name, function), settings.reward_threshold)
+        called = custom(name, function, config.reward.request_timeout_s)
+        judge = partial(judge_by_reward, called, settings.reward_threshold)
         return Scoring(name, judge, version=source_hash(function))
     options = _named_options(config, name)
     if name == "code":
@@ -205,10 +207,10 @@ def _check_arguments(config: Config, name: str, function: Callable) -> None:
         check_arguments(name, function, "eval.reward", (*COLUMNS, *reward_columns(config.data, "eval")), ())
 
 
-def custom(name: str, function: Callable) -> Reward:
-    """Wrap `function` to be called as TRL would in a run, with what it takes by name."""
-    from reward import completed
-    from reward.own import taken
+def custom(name: str, function: Callable, limit_s: float = math.inf) -> Reward:
+    """Wrap `function` to be called as TRL would in a run, with what it takes by name; an async one that takes longer
+    than `limit_s` leaves its completions undecided."""
+    from reward.own import awaited, is_async, taken
 
     def call(answers: Sequence[Answered], pool: "WorkerPool") -> tuple[list, None]:
         known = {
@@ -219,7 +221,10 @@ def custom(name: str, function: Callable) -> Reward:
             "problem_id": [answer.problem.id for answer in answers],
         }
         try:
-            return list(completed(function(**taken(function, known)))), None
+            if is_async(function):
+                found = asyncio.run(awaited(name, function, taken(function, known), limit_s))
+                return [None] * len(answers) if found is None else list(found), None
+            return list(function(**taken(function, known))), None
         except Exception as error:  # whatever the user's function raises, the cell has no value
             raise CheckFailed(f"eval.reward {name} failed: {type(error).__name__}: {error}") from error
 

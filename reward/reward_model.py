@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kit.core.chat import question_messages
-from kit.core.errors import BadInput
+from kit.core.errors import BadInput, CheckFailed
 from reward.pool import Verdict
 from reward.score import Budget, Message, Messages, Pool, Prompts, Rewards
 
@@ -83,10 +83,17 @@ def reward_model(
 
 
 def rendered(tokenizer: Any, prompt: Message, completion: Message) -> list[int]:
-    """Token ids of a prompt with its completion, by the chat template."""
+    """Token ids of a prompt with its completion, by the chat template; `CheckFailed` if it fails on them."""
     conversation = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    encoded = tokenizer.apply_chat_template([*conversation, *answer], tokenize=True, return_dict=True)
+    try:
+        encoded = tokenizer.apply_chat_template([*conversation, *answer], tokenize=True, return_dict=True)
+    except Exception as error:  # from the template's author, or jinja2
+        roles = ", ".join(one["role"] for one in [*conversation, *answer])
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise CheckFailed(
+            f"the chat template of the reward model {tokenizer.name_or_path} fails on {roles}: {reason}."
+        ) from None
     return list(encoded["input_ids"])
 
 
@@ -155,12 +162,8 @@ def check_run(
     asked = question_messages("2 + 40?", config.data.system_prompt, config.data.prompt_suffix)
     try:
         rendered(tokenizer, asked, "42")
-    except Exception as error:  # from the template's author, or jinja2
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(
-            f"{KEY}.path: the chat template of {path} fails on {', '.join(one['role'] for one in asked)}, assistant: "
-            f"{reason}."
-        ) from None
+    except CheckFailed as error:
+        raise BadInput(f"{KEY}.path: {error} Use another model, or fix its chat_template.jinja.") from None
     wanted = config.rollout.max_prompt_length + config.rollout.max_completion_length
     context = context_of(facts)
     if context is not None and (max_length or context) > context:

@@ -221,7 +221,7 @@ def test_code_does_not_run_without_being_allowed():
 # --------------------------------------------------------------------------------------------------------- rewards
 
 REWARDS = """
-import math
+import asyncio, math
 
 def brief(completions, gold, **kwargs):
     return [len(g) / max(len(c[-1]["content"]), 1) for c, g in zip(completions, gold)]
@@ -246,6 +246,17 @@ def demanding(completions, ground_truth):
 
 def runs_code(completions, **kwargs):
     return [1.0 for _ in completions]
+
+async def leveled(completions, level, gold):
+    await asyncio.sleep(0)
+    return [float(one) for one in level]
+
+async def sleepy(completions):
+    await asyncio.sleep(9)
+
+def grouped(completions):
+    return []
+grouped.group = True
 
 runs_code.executes_code = True
 notafunction = 3
@@ -283,6 +294,22 @@ def test_a_reward_of_none_or_nan_is_undecided(module):
     assert (record.correct, record.reward) == (True, 1.0)  # it gets the columns that it names
 
 
+def test_an_async_reward_gets_the_columns_of_a_conversations_row(module, tmp_path):
+    (tmp_path / "problems").mkdir()
+    prompt = [{"role": "user", "content": "Say ab."}]
+    rows = [{"prompt": prompt, "reward_model": {"ground_truth": "ab"}, "level": level} for level in (1, 0)]
+    rows[1]["prompt"] = [{"role": "user", "content": "Hm."}, {"role": "assistant", "content": "?"}, *prompt]
+    write(tmp_path / "problems", "test.jsonl", rows)
+    asked = config(data={"path": "problems", "answer_format": "any"}, eval={"reward": f"{module}:leveled"})
+    problems, scoring = load_problems(asked.data, "eval"), scoring_of(asked)
+    found = [judged(scoring, problem, "ab")[0] for problem in problems]
+    assert [(record.correct, record.reward) for record in found] == [(True, 1.0), (False, 0.0)]
+    assert [record.prompt_leak for record in found] == [False, False]
+    reward = {"request_timeout_s": 0.1}
+    (record,) = judged(scoring_of(config(eval={"reward": f"{module}:sleepy"}, reward=reward)), problems[0], "ab")
+    assert (record.correct, record.reward) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("short", "1 values for 2 completions"), ("words", "'good', expected a number"), ("broken", "KeyError: 'gold'")],
@@ -300,6 +327,7 @@ def test_what_is_no_reward_stops_the_cell(module, name, message):
             "needs an argument 'ground_truth'; a reward gets prompts, completions, gold, problem_id, "
             "question, answer, level",
         ),
+        ("kit_test_rewards:grouped", "judges the completions of a group together"),
         ("kit_test_rewards:notafunction", "is a int, not a function"),
         ("kit_test_rewards:missing", "cannot be imported: AttributeError"),
         ("no_such_module_anywhere:f", "cannot be imported: ModuleNotFoundError"),
