@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.generate import Generation, check_sampling, generate, render_prompts, set_threads
-from kit.core.chat import check_template, end_of_turn_token, model_stop_tokens
+from eval.episodes import Episodes, play
+from eval.generate import Decoder, Generation, check_sampling, generate, render_prompts, set_threads
+from kit.core.chat import check_template, end_of_turn_token, model_stop_tokens, stop_tokens
 from kit.core.errors import BadInput
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ HIGHEST_TEMPERATURE = 2.0  # of OpenAI's API; vLLM's server enforces it
 
 @dataclass(frozen=True)
 class Asking:
-    """The request, the same for every checkpoint; each conversation gets `samples` completions."""
+    """The request, the same for every checkpoint; each conversation gets `samples` completions, or episodes."""
 
     conversations: Sequence[list[dict]]
     max_new_tokens: int
@@ -35,6 +36,7 @@ class Asking:
     seed: int = 0
     batch_size: int = 64
     template_arguments: dict[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs
+    episodes: Episodes | None = None  # None: a completion is one turn
 
 
 @dataclass(frozen=True)
@@ -109,17 +111,22 @@ def ask_transformers(load: Callable[[], "PreTrainedModel"], place: str | Path, a
     tokens = PROMPT_TOKENS + asking.max_new_tokens
     # Weights in NF4, or in a format that a policy was trained for, are not recomputed for every token.
     with keeping_weights(model, "auto", asking.batch_size, tokens):
-        made = generate(
-            model,
-            tokenizer,
-            asking.conversations,
-            asking.max_new_tokens,
-            asking.batch_size,
-            temperature=asking.temperature,
-            seed=asking.seed,
-            samples=asking.samples,
-            template_arguments=asking.template_arguments,
-        )
+        if asking.episodes is None:
+            made = generate(
+                model,
+                tokenizer,
+                asking.conversations,
+                asking.max_new_tokens,
+                asking.batch_size,
+                temperature=asking.temperature,
+                seed=asking.seed,
+                samples=asking.samples,
+                template_arguments=asking.template_arguments,
+            )
+        else:
+            stops = stop_tokens(model.generation_config, tokenizer, asking.template_arguments)
+            decoder = Decoder(model, tokenizer, stops, asking.batch_size, asking.temperature, asking.seed)
+            made = play(asking.episodes, tokenizer, stops, asking.samples, decoder.complete)
     del model
     gc.collect()
     if torch.cuda.is_available():

@@ -21,6 +21,7 @@ from eval.artifacts import check_formats
 from eval.backends import check_backend
 from eval.cells import meta_file, read_records, records_file, write_cell
 from eval.compare import decided_scores, points
+from eval.episodes import episodes_of
 from eval.hygiene import findings, limits_of, rates
 from eval.options import add_configuration, add_problem_options, command_parser
 from eval.problems import held_out, problems_hash
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
     tokenizer = tokenizer_place(run, policy, name, arguments.tokenizer)
     scoring = scoring_of(config)
     problems = held_out(config.data, config.eval.max_problems, training, config.eval.reward)
-    asking = ask_settings(config, problems)
+    asking = ask_settings(config, problems, episodes_of(config, problems, measurement(config)["max_new_tokens"]))
     endpoint = Endpoint(arguments.url, arguments.model, config.rollout.request_timeout_s)
     print(
         f"endpoint {arguments.url}: {len(problems)} problems, tokenizer and chat template of {tokenizer}", flush=True

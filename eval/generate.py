@@ -14,23 +14,31 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kit.core.chat import render, special_tokens, stop_tokens
 from kit.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from kit.rollout.episodes import EpisodeResult
 
 SMALL_MODEL = 50_000_000  # parameters
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One completion. `text` has no special tokens, `raw` keeps those before the stop token; `tokens` excludes it."""
+    """One completion. `text` has no special tokens, `raw` keeps those before the stop token; `tokens` excludes it.
+
+    Of an `episode`, `text` is the last turn, `raw` all turns and answers, `said` the turns, `tokens` those sampled.
+    """
 
     text: str
     raw: str
     tokens: int
     ended: bool
     hit_max_tokens: bool
+    said: str | None = None  # what the model wrote of `raw`; None: all of it
+    episode: "EpisodeResult | None" = None
 
 
 def render_prompts(
@@ -71,34 +79,62 @@ def generate(
     length share a batch to keep padding small; results are in input order. `template_arguments` are
     `data.chat_template_kwargs`.
     """
-    import torch
-    from transformers import LogitsProcessorList
-
     if max_new_tokens < 1 or batch_size < 1:
         raise BadInput(f"max_new_tokens ({max_new_tokens}) and batch_size ({batch_size}) must be at least 1.")
     check_sampling(temperature, samples)
     stops = stop_tokens(model.generation_config, tokenizer, template_arguments)
     rendered = render_prompts(tokenizer, conversations, template_arguments)
     prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
-    order = list(itertools.product(range(len(prompts)), range(samples)))
-    order.sort(key=lambda place: -len(prompts[place[0]]))  # longest first: fails at once if memory is short
-    results: list[Generation | None] = [None] * len(order)
-    model.eval()
-    with torch.inference_mode(), _plain_greedy(model, stops, pad, max_new_tokens) as settings:
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            batch, mask = _left_padded([prompts[problem] for problem, _ in chosen], pad, model.device)
-            noise = [GumbelNoise(temperature, seed, chosen, batch.shape[1])] if temperature > 0 else []
-            output = model.generate(
-                input_ids=batch,
-                attention_mask=mask,
-                generation_config=settings,
-                logits_processor=LogitsProcessorList(noise),
-            )
-            for (problem, sample), row in zip(chosen, output[:, batch.shape[1] :].tolist(), strict=True):
-                results[problem * samples + sample] = finish(tokenizer, row, stops, max_new_tokens)
-    return results
+    places = list(itertools.product(range(len(prompts)), range(samples)))
+    decoder = Decoder(model, tokenizer, stops, batch_size, temperature, seed)
+    rows = decoder.complete([prompts[problem] for problem, _ in places], places, max_new_tokens)
+    return [finish(tokenizer, row, stops, max_new_tokens) for row in rows]
+
+
+class Decoder:
+    """Completes token ids with a model in batches, greedily or with the noise of `GumbelNoise`."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, stops: list[int], batch_size: int, temperature: float = 0.0, seed: int = 0
+    ):
+        self.model, self.stops, self.batch_size = model, stops, batch_size
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
+        self.temperature, self.seed = temperature, seed
+        model.eval()
+
+    def complete(
+        self,
+        prompts: list[list[int]],
+        places: Sequence[tuple[int, int]],
+        max_new_tokens: int,
+        starts: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """Token ids after each prompt, with padding behind a stop token. `places` are the (problem, sample) that key
+        the noise, `starts` the position of each row's first new token in it (default 0)."""
+        import torch
+        from transformers import LogitsProcessorList
+
+        # Longest first: fails at once if memory is short.
+        order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
+        rows: list[list[int]] = [[] for _ in prompts]
+        with torch.inference_mode(), _plain_greedy(self.model, self.stops, self.pad, max_new_tokens) as settings:
+            for start in range(0, len(order), self.batch_size):
+                chosen = order[start : start + self.batch_size]
+                batch, mask = _left_padded([prompts[row] for row in chosen], self.pad, self.model.device)
+                noise = []
+                if self.temperature > 0:
+                    keys = [places[row] for row in chosen]
+                    offsets = [starts[row] for row in chosen] if starts is not None else None
+                    noise.append(GumbelNoise(self.temperature, self.seed, keys, batch.shape[1], offsets))
+                output = self.model.generate(
+                    input_ids=batch,
+                    attention_mask=mask,
+                    generation_config=settings,
+                    logits_processor=LogitsProcessorList(noise),
+                )
+                for row, ids in zip(chosen, output[:, batch.shape[1] :].tolist(), strict=True):
+                    rows[row] = ids
+        return rows
 
 
 def check_sampling(temperature: float, samples: int) -> None:
@@ -119,18 +155,26 @@ class GumbelNoise:
 
     The noise of a token is a hash of (seed, problem, sample, position, token): it is the same for every checkpoint and
     any batch, and on every device up to the last bits of a float32 logarithm. `rows` are the (problem, sample) of the
-    batch's rows, where a problem is its index among all problems.
+    batch's rows, where a problem is its index among all problems; `starts` the positions at which they go on.
     """
 
-    def __init__(self, temperature: float, seed: int, rows: Sequence[tuple[int, int]], prompt_length: int):
+    def __init__(
+        self,
+        temperature: float,
+        seed: int,
+        rows: Sequence[tuple[int, int]],
+        prompt_length: int,
+        starts: Sequence[int] | None = None,
+    ):
         self.temperature, self.prompt_length = temperature, prompt_length
         self.keys = [sample_key(seed, problem, sample) for problem, sample in rows]
+        self.starts = [0] * len(rows) if starts is None else list(starts)
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:  # (B, T) and (B, V) -> (B, V)
         import torch
 
-        position = input_ids.shape[1] - self.prompt_length
-        streams = _mix(torch.tensor(self.keys, device=scores.device) + torch.tensor(position) * _STEP)
+        positions = torch.tensor(self.starts, device=scores.device) + (input_ids.shape[1] - self.prompt_length)
+        streams = _mix(torch.tensor(self.keys, device=scores.device) + positions * _STEP)
         # On a CPU, one row at a time stays in the cache: 2.4 times as fast at V = 151,936.
         rows = streams.split(1) if scores.device.type == "cpu" else [streams]
         noise = torch.cat([_gumbel(row, scores.shape[1]) for row in rows])

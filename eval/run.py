@@ -16,6 +16,7 @@ from eval import artifacts, compare, report
 from eval.artifacts import POLICIES, Sources
 from eval.backends import Answers, Asking, ask_transformers, check_backend
 from eval.cells import Cell, read_cell, write_cell
+from eval.episodes import Episodes, close_all, episodes_of
 from eval.hygiene import limits_of
 from eval.machine import missing_kernel, package_versions, vllm_version
 from eval.naming import DISTILLED, GRPO
@@ -62,11 +63,12 @@ class Plan:
     reuse: bool = False
     scoring: Scoring = MATH
     task: str | None = None
+    episodes: Episodes | None = None
 
     @property
     def asking(self) -> Asking:
         """The request that every cell gets."""
-        return ask_settings(self.config, self.problems)
+        return ask_settings(self.config, self.problems, self.episodes)
 
     @property
     def trained(self) -> str:
@@ -153,9 +155,11 @@ def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
         from merge.verify import base_directory
 
         base = base_directory(run, arguments.base, weights=not arguments.dry_run)
-    out, scoring = Path(arguments.out or place), scoring_of(config)
+    out, episodes = Path(arguments.out or place), episodes_of(config, problems, measurement(config)["max_new_tokens"])
+    scoring = scoring_of(config, episodes is not None and episodes.environment.owns_reward)
     plan = Plan(
-        run, out, config, formats, sources, problems, base, endpoints, arguments.reuse, scoring, arguments.task
+        *(run, out, config, formats, sources, problems, base),
+        *(endpoints, arguments.reuse, scoring, arguments.task, episodes),
     )
     check_kernels(plan)
     check_endpoints(plan)
@@ -271,6 +275,7 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
         "data": dataclasses.asdict(plan.config.data),
         "eval": measurement(plan.config) | {"formats": plan.formats},
         "reward_options": plan.config.reward.options,
+        **({"environment": environment_identity(plan.config)} if plan.episodes else {}),
         "engine": ", ".join(sorted({cell.engine for cell in cells.values()})),
         "compute_dtype": ", ".join(sorted({cell.dtype for cell in cells.values()})),
         "max_new_tokens": plan.asking.max_new_tokens,
@@ -301,7 +306,7 @@ def conclusion(plan: Plan, comparison: dict) -> str:
     return f"The training was quantization-aware, for {own}: {nf4}bf16 is the same without quantizers.\n{said}"
 
 
-def ask_settings(config: Config, problems: list[Problem]) -> Asking:
+def ask_settings(config: Config, problems: list[Problem], episodes: Episodes | None = None) -> Asking:
     """The problems as chat prompts, with a configuration's generation settings."""
     return Asking(
         [chat_messages(config.data, problem) for problem in problems],
@@ -311,6 +316,7 @@ def ask_settings(config: Config, problems: list[Problem]) -> Asking:
         config.eval.seed,
         config.eval.batch_size,
         config.data.chat_template_kwargs,
+        episodes,
     )
 
 
@@ -348,11 +354,19 @@ def cell_identity(plan: Plan, policy: str, name: str) -> dict:
         "eval": settings,
         "reward": reward,
         "scoring": [plan.scoring.name, plan.scoring.version],
+        **({"environment": environment_identity(plan.config)} if plan.episodes else {}),
         "weights": weights,
         "engine": engine,
         "endpoint": dataclasses.asdict(endpoint) if endpoint else None,
         "versions": versions() | ({"vllm": vllm_version()} if engine == "vllm" else {}),
     }
+
+
+def environment_identity(config: Config) -> dict:
+    """The settings and sources of a configuration's environment."""
+    from kit.environments.load import source_hashes
+
+    return dataclasses.asdict(config.environment) | {"sources": source_hashes(config)}
 
 
 def weights_of(plan: Plan, policy: str, name: str, cell: Cell) -> dict:
@@ -401,6 +415,7 @@ def scored_cell(
     started = time.perf_counter()
     answers = ask()
     records = score(problems, answers.generations, asking.conversations, pool, scoring)
+    close_all(answers.generations)
     return Cell(records, answers.engine, answers.dtype, answers.versions, round(time.perf_counter() - started, 2))
 
 

@@ -7,7 +7,7 @@ right nor wrong: it is counted as undecided and excluded from accuracies and fro
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from kit.core.errors import BadInput, CheckFailed
 
 if TYPE_CHECKING:
     from kit.data.problems import Problem
+    from kit.rollout.episodes import EpisodeResult
     from reward.pool import WorkerPool
 
 # A prompt part shorter than this (normalized characters) is too unspecific for its echo to be a leak.
@@ -49,11 +50,22 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Answered:
-    """A completion as a task judges it: its text without special tokens, the problem, and the conversation."""
+    """A completion as a task judges it: its text without special tokens, the problem, and the conversation.
+
+    Of an `episode`, the text is that of the last turn and the conversation has the first observation.
+    """
 
     text: str
     problem: "Problem"
     conversation: list[dict]
+    episode: "EpisodeResult | None" = None
+
+    @property
+    def messages(self) -> list[dict]:
+        """The completion as messages."""
+        if self.episode is not None:
+            return self.episode.messages
+        return [{"role": "assistant", "content": self.text}]
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,8 @@ def score(
             f"{len(generations)} completions and {len(conversations)} prompts do not fit {len(problems)} problems."
         )
     asked = [(problem, turns) for problem, turns in zip(problems, conversations, strict=True) for _ in range(samples)]
-    answers = [Answered(made.text, *pair) for made, pair in zip(generations, asked, strict=True)]
+    answers = [_answered(made, *pair) for made, pair in zip(generations, asked, strict=True)]
+    judgements = map(_known, answers, scoring.judge(answers, pool))
     return [
         Record(
             problem_id=answer.problem.id,
@@ -136,14 +149,26 @@ def score(
             gold=answer.problem.gold,
             correct=judged.correct,
             correct_strict=judged.strict,
-            prompt_leak=leaks_prompt(made.raw, prompt_parts(answer, scoring.quotes_question)),
+            prompt_leak=leaks_prompt(
+                made.raw if made.said is None else made.said, prompt_parts(answer, scoring.quotes_question)
+            ),
             sample=place % samples,
             reward=judged.reward,
         )
-        for place, (made, answer, judged) in enumerate(
-            zip(generations, answers, scoring.judge(answers, pool), strict=True)
-        )
+        for place, (made, answer, judged) in enumerate(zip(generations, answers, judgements, strict=True))
     ]
+
+
+def _answered(made: Generation, problem: "Problem", conversation: list[dict]) -> Answered:
+    episode = made.episode
+    return Answered(made.text, problem, conversation if episode is None else episode.prompt, episode)
+
+
+def _known(answer: Answered, judged: Judgement) -> Judgement:
+    """The judgement, undecided for an episode whose outcome is not known."""
+    if answer.episode is None or answer.episode.unknown is None:
+        return judged
+    return replace(judged, correct=None, strict=None, reward=None)
 
 
 def prompt_parts(answer: Answered, quotes_question: bool = False) -> list[str]:

@@ -7,7 +7,9 @@ other problems (transfer); `scoring_of` defines how a configuration's completion
 - code (mbpp, humaneval): all hidden tests pass in the sandbox of `reward.code`. Parsed if a fenced code block was
   found, or if text without one is Python; strict counts only fenced blocks;
 - `eval.reward`, a name in `reward/` or `module:function` with TRL's signature: right at or above
-  `eval.reward_threshold`.
+  `eval.reward_threshold`;
+- `eval.reward: environment`, the reward of the run's environment, by the same threshold. It is the default where the
+  environment has one and `data.answer_format` is any.
 
 Imports no torch. The model's code runs only in the sandbox, and only with `reward.allow_code_execution`.
 """
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from reward.score import Explanation
 
 _STATEMENT = re.compile(r"^[ \t]*(?:async def|def|class|return|import|from)\b|\blambda\b", re.MULTILINE)
+ENVIRONMENT = "environment"  # as eval.reward
 BOX = "\nPut the final answer in \\boxed{}."
 MATH_FORMATS = (*TEXT_FORMATS, "countdown")
 
@@ -110,8 +113,9 @@ def _columns(task: Task, data: dict) -> tuple[str, str]:
     return next(found, task.columns[0])
 
 
-def scoring_of(config: Config) -> Scoring:
-    """How a configuration's completions are judged, checked before any weight is loaded.
+def scoring_of(config: Config, owns_reward: bool = False) -> Scoring:
+    """How a configuration's completions are judged, checked before any weight is loaded. `owns_reward`: its
+    environment has a reward.
 
     `BadInput` if the reward is unknown or cannot be imported or called, or if code would run that
     `reward.allow_code_execution` does not allow or that this machine cannot confine.
@@ -120,6 +124,10 @@ def scoring_of(config: Config) -> Scoring:
     if not math.isfinite(settings.reward_threshold):
         raise BadInput(f"eval.reward_threshold ({settings.reward_threshold}) must be a number.")
     name = settings.reward
+    if name == ENVIRONMENT or (name is None and form == "any" and owns_reward):
+        if not owns_reward:
+            raise BadInput(f"eval.reward is {ENVIRONMENT}, and the run has no environment with a reward of its own.")
+        return Scoring(ENVIRONMENT, partial(judge_by_reward, _environment_rewards, settings.reward_threshold))
     if name is None:
         if form in TEXT_FORMATS:
             return MATH
@@ -191,7 +199,7 @@ def _check_code(config: Config, name: str, function: Callable) -> None:
         )
 
 
-COLUMNS = ("prompts", "completions", "gold", "problem_id")
+COLUMNS = ("prompts", "completions", "gold", "problem_id", "environments")
 Reward = Callable[[Sequence[Answered], "WorkerPool"], tuple[list, list | None]]
 
 
@@ -216,10 +224,13 @@ def custom(name: str, function: Callable, limit_s: float = math.inf) -> Reward:
         known = {
             **own_columns(answers),
             "prompts": [answer.conversation for answer in answers],
-            "completions": [[{"role": "assistant", "content": answer.text}] for answer in answers],
+            "completions": [answer.messages for answer in answers],
             "gold": [answer.problem.gold for answer in answers],
             "problem_id": [answer.problem.id for answer in answers],
         }
+        if any(answer.episode for answer in answers):
+            played = [answer.episode and answer.episode.episode for answer in answers]
+            known["environments"] = [one and one.instance for one in played]
         try:
             if is_async(function):
                 found = asyncio.run(awaited(name, function, taken(function, known), limit_s))
@@ -238,6 +249,10 @@ def own_columns(answers: Sequence[Answered], hidden: Collection[str] = ()) -> di
     names = dict.fromkeys(name for answer in answers for name in answer.problem.columns)
     kept = [name for name in names if name not in RESERVED and name not in hidden]
     return {name: [answer.problem.columns.get(name) for answer in answers] for name in kept}
+
+
+def _environment_rewards(answers: Sequence[Answered], pool: "WorkerPool") -> tuple[list, None]:
+    return [answer.episode.reward for answer in answers], None
 
 
 def _explained(

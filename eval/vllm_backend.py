@@ -13,17 +13,21 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.backends import Answers, Asking, encode
-from eval.generate import finish, sample_key
+from eval.backends import Answers, Asking, Encoded, encode
+from eval.episodes import play
+from eval.generate import Generation, finish, sample_key
 from eval.vllm_log import is_echo, last_error
 from kit.core.config.schema import ServerConfig
 from kit.core.errors import CheckFailed
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = [sys.executable, "-m", "eval.vllm_worker"]
+POLL_S = 0.005
 
 
 def ask_vllm(place: Path, asking: Asking, server: ServerConfig, log: Path) -> Answers:
@@ -38,17 +42,44 @@ def ask_vllm(place: Path, asking: Asking, server: ServerConfig, log: Path) -> An
         "model": str(Path(place).resolve()),
         "prompts": encoded.prompts,
         "places": [problem for problem, _ in places],
-        "seeds": [sample_key(asking.seed, *row) % (1 << 63) if asking.temperature > 0 else None for row in places],
+        "seeds": [_seed(asking, *row) for row in places],
         "stops": encoded.stops,
         "temperature": asking.temperature,
         "max_new_tokens": asking.max_new_tokens,
         "max_model_len": max(map(len, encoded.prompts)) + asking.max_new_tokens,
         "size": engine_size(server),
     }
-    with tempfile.TemporaryDirectory(prefix="eval-vllm-") as folder:
-        answer = _run_worker(request, Path(folder), environment(server), log)
-    made = [finish(encoded.tokenizer, row, encoded.stops, asking.max_new_tokens) for row in answer["rows"]]
+    with tempfile.TemporaryDirectory(prefix="eval-vllm-") as folder, Worker(Path(folder), server, log) as worker:
+        if asking.episodes is None:
+            answer = worker.ask(request)
+            made = [finish(encoded.tokenizer, row, encoded.stops, asking.max_new_tokens) for row in answer["rows"]]
+        else:
+            made, answer = _play(worker, request, encoded, asking)
+    log.unlink()
     return Answers(made, "vllm", answer["dtype"], {"vllm": answer["version"]})
+
+
+def _seed(asking: Asking, problem: int, sample: int, position: int = 0) -> int | None:
+    """The seed of a request; the turns of an episode start at different positions."""
+    if asking.temperature == 0:
+        return None
+    return sample_key(asking.seed + position * 1_000_003, problem, sample) % (1 << 63)
+
+
+def _play(worker: "Worker", request: dict, encoded: Encoded, asking: Asking) -> tuple[list[Generation], dict]:
+    """Play the episodes of a request, with an engine that answers one round of turns after another."""
+    episodes, answer = asking.episodes, {}
+    longest = episodes.config.rollout.max_prompt_length + asking.max_new_tokens
+
+    def complete(
+        prompts: list[list[int]], places: Sequence[tuple[int, int]], most: int, starts: Sequence[int]
+    ) -> list[list[int]]:
+        seeds = [_seed(asking, *place, start) for place, start in zip(places, starts, strict=True)]
+        turns = {"prompts": prompts, "places": list(range(len(prompts))), "seeds": seeds, "max_new_tokens": most}
+        answer.update(worker.ask(request | turns | {"max_model_len": longest}, is_last=False))
+        return answer["rows"]
+
+    return play(episodes, encoded.tokenizer, encoded.stops, asking.samples, complete), answer
 
 
 def engine_size(server: ServerConfig) -> dict[str, Any]:
@@ -72,29 +103,59 @@ def environment(server: ServerConfig) -> dict[str, str]:
     return found
 
 
-def _run_worker(request: dict, folder: Path, variables: dict[str, str], log: Path) -> dict:
-    """Run the worker and return its answer; `CheckFailed` if it has none."""
-    request_file, answer_file = folder / "request.json", folder / "answer.json"
-    request_file.write_text(json.dumps(request))
-    command = [*WORKER, str(request_file), str(answer_file)]
-    with open(log, "wb") as output:
-        # A session of its own: everything that vLLM starts ends with it, however this process ends.
-        worker = subprocess.Popen(
-            command, env=variables, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            code = worker.wait()
-        finally:
-            worker.stdin.close()
+class Worker:
+    """The child process with the engine, from its first request on; ends with the block."""
+
+    def __init__(self, folder: Path, server: ServerConfig, log: Path):
+        self.folder, self.variables, self.log = folder, environment(server), log
+        self.asked = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.process.stdin.close()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)
-                worker.wait()
-    answer = json.loads(answer_file.read_text()) if answer_file.is_file() else {}
-    if code == 0 and "rows" in answer:
-        log.unlink()
-        return answer
-    reason = failure(answer.get("error"), log.read_text(errors="replace"), code)
-    raise CheckFailed(f"vLLM did not answer for {request['model']}: {reason}\nvLLM's log: {log}. {advice(reason)}")
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def ask(self, request: dict, is_last: bool = True) -> dict:
+        """The worker's answer; `CheckFailed` if it has none. It ends after the last."""
+        self.asked += 1
+        request_file = self.folder / f"request-{self.asked}.json"
+        answer_file = self.folder / f"answer-{self.asked}.json"
+        request_file.write_text(json.dumps(request | {"is_last": is_last}))
+        if self.process is None:
+            self._start(request_file, answer_file)
+        else:
+            with contextlib.suppress(BrokenPipeError):  # how it ended is found below
+                self.process.stdin.write(f"{request_file}\n{answer_file}\n".encode())
+                self.process.stdin.flush()
+        if is_last:
+            self.process.wait()
+        while self.process.poll() is None and not answer_file.is_file():
+            time.sleep(POLL_S)
+        answer = json.loads(answer_file.read_text()) if answer_file.is_file() else {}
+        if self.process.poll() in (0, None) and "rows" in answer:
+            return answer
+        reason = failure(answer.get("error"), self.log.read_text(errors="replace"), self.process.wait())
+        raise CheckFailed(
+            f"vLLM did not answer for {request['model']}: {reason}\nvLLM's log: {self.log}. {advice(reason)}"
+        )
+
+    def _start(self, request_file: Path, answer_file: Path) -> None:
+        with open(self.log, "wb") as output:
+            # A session of its own: everything that vLLM starts ends with it, however this process ends.
+            self.process = subprocess.Popen(
+                [*WORKER, str(request_file), str(answer_file)],
+                env=self.variables,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
 
 
 def failure(error: str | None, log: str, code: int) -> str:

@@ -1,11 +1,13 @@
-"""One evaluation cell in vLLM: reads a request file, writes an answer file; vllm_backend.py starts it as a module.
+"""One evaluation cell in vLLM: reads request files, writes answer files; vllm_backend.py starts it as a module.
 
-It is a separate process because vLLM releases GPU memory only when its process ends. The answer, {"rows", "dtype",
-"version"} or {"error"}, is written atomically.
+It is a separate process because vLLM releases GPU memory only when its process ends. An answer, {"rows", "dtype",
+"version"} or {"error"}, is written atomically. The first request is named on the command line and makes the engine;
+the files of further ones, two lines each, come on stdin until a request that is the last.
 """
 
 import json
 import os
+import queue
 import signal
 import sys
 import threading
@@ -14,22 +16,28 @@ from typing import Any
 
 
 def main(request_file: str, answer_file: str) -> int:
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    request = json.loads(Path(request_file).read_text())
-    try:
-        answer, code = _complete(request), 0
-    except Exception as error:
-        answer, code = {"error": f"{type(error).__name__}: {error}"}, 1
-        import traceback
+    further: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read_further, args=(further,), daemon=True).start()
+    engine: Any = None
+    while True:
+        request = json.loads(Path(request_file).read_text())
+        try:
+            engine = engine or _engine(request)
+            answer, code = _complete(engine, request), 0
+        except Exception as error:
+            answer, code = {"error": f"{type(error).__name__}: {error}"}, 1
+            import traceback
 
-        traceback.print_exc()
-    partial = Path(answer_file).with_suffix(".partial")
-    partial.write_text(json.dumps(answer))
-    partial.replace(answer_file)
-    return code
+            traceback.print_exc()
+        partial = Path(answer_file).with_suffix(".partial")
+        partial.write_text(json.dumps(answer))
+        partial.replace(answer_file)
+        if code or request["is_last"]:
+            return code
+        request_file, answer_file = further.get(), further.get()
 
 
-def _complete(request: dict) -> dict[str, Any]:
+def _engine(request: dict) -> Any:
     import vllm
     from vllm.platforms import current_platform
 
@@ -37,7 +45,7 @@ def _complete(request: dict) -> dict[str, Any]:
     if current_platform.is_cpu():
         # The memory share and CUDA graphs apply to GPUs only; compiling takes minutes on a CPU.
         size = {key: size[key] for key in ("max_num_seqs",)} | {"enforce_eager": True}
-    engine = vllm.LLM(
+    return vllm.LLM(
         model=request["model"],
         dtype="auto",
         generation_config="vllm",  # none of the checkpoint's own sampling defaults
@@ -46,6 +54,11 @@ def _complete(request: dict) -> dict[str, Any]:
         seed=0,
         **size,
     )
+
+
+def _complete(engine: Any, request: dict) -> dict[str, Any]:
+    import vllm
+
     settings = [
         vllm.SamplingParams(
             temperature=request["temperature"],
@@ -63,9 +76,11 @@ def _complete(request: dict) -> dict[str, Any]:
     return {"rows": [list(out.outputs[0].token_ids) for out in outputs], "dtype": dtype, "version": vllm.__version__}
 
 
-def _die_with_parent() -> None:
-    """Kill this process and its children when the other end of stdin closes: the evaluation was killed."""
-    sys.stdin.buffer.read()
+def _read_further(found: "queue.SimpleQueue[str]") -> None:
+    """Pass on the lines of stdin; kill this process and its children when its other end closes: the evaluation was
+    killed, or is done."""
+    for line in sys.stdin.buffer:
+        found.put(line.decode().rstrip("\n"))
     os.killpg(0, signal.SIGKILL)
 
 

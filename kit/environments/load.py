@@ -12,7 +12,8 @@ from kit.core.errors import BadInput, did_you_mean
 from kit.environments.episode import Environment
 from kit.environments.tools import Tool
 from kit.environments.trl_contract import TrlEnvironment
-from reward.own import imported
+from reward import is_own
+from reward.own import imported, source_hash
 
 PYTHON = "python"  # the built-in tool
 # Environments of other packages, by the name that `environment.factory` has for them.
@@ -99,3 +100,15 @@ def checked_options(factory: Callable, options: dict[str, Any], key: str = "envi
     if missing := [one for one in known if parameters[one].default is inspect.Parameter.empty and one not in checked]:
         raise BadInput(f"{key}.{missing[0]} must be set: it has no default.")
     return checked
+
+
+def source_hashes(config: Config) -> dict[str, str]:
+    """`source_hash` of the environment's factory, or of each if there are several, and of the tools, by name."""
+    found: dict[str, str] = {}
+    named = [("environment.factory", config.environment.factory or "")]
+    for key, name in [*named, *(("environment.tools", tool) for tool in config.environment.tools)]:
+        if is_own(name):
+            function = imported(name, key, may_be_async=True, kinds=(Mapping,))
+            functions = function if isinstance(function, Mapping) else {"": function}
+            found |= {f"{name} {which}".rstrip(): source_hash(one) for which, one in functions.items()}
+    return found

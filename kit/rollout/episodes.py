@@ -253,15 +253,16 @@ def try_first(runner: EpisodeRunner, row: dict) -> int:
     return max(0, long - plain)
 
 
-# (token ids of prompts, longest turn of each) -> token ids of turns
-Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
+class TurnAsk(NamedTuple):
+    """A turn to take: the number of the episode's row, the ids that it follows, its most tokens."""
 
-
-class _Ask(NamedTuple):
     episode: int
     prompt_ids: list[int]
     max_tokens: int
     turn: "asyncio.Future[Turn]"
+
+
+Generate = Callable[[list[TurnAsk]], list[list[int]]]  # -> token ids of the turns
 
 
 class Lockstep:
@@ -269,11 +270,11 @@ class Lockstep:
 
     def __init__(self, episodes: int, version: int):
         self.live, self.version = episodes, version
-        self._waiting: list[_Ask] = []
-        self._batches: queue.SimpleQueue[list[_Ask] | None] = queue.SimpleQueue()
+        self._waiting: list[TurnAsk] = []
+        self._batches: queue.SimpleQueue[list[TurnAsk] | None] = queue.SimpleQueue()
 
     async def turn(self, episode: int, prompt_ids: list[int], max_tokens: int) -> Turn:
-        ask = _Ask(episode, prompt_ids, max_tokens, asyncio.get_running_loop().create_future())
+        ask = TurnAsk(episode, prompt_ids, max_tokens, asyncio.get_running_loop().create_future())
         self._waiting.append(ask)
         self._hand_over()
         return await ask.turn
@@ -292,13 +293,13 @@ class Lockstep:
         running.add_done_callback(lambda _: self._batches.put(None))
         try:
             while (asks := self._batches.get()) is not None:
-                made = generate([ask.prompt_ids for ask in asks], [ask.max_tokens for ask in asks])
+                made = generate(asks)
                 asks[0].turn.get_loop().call_soon_threadsafe(self._answer, asks, made)
         except BaseException:
             running.cancel()
             raise
 
-    def _answer(self, asks: list[_Ask], made: list[list[int]]) -> None:
+    def _answer(self, asks: list[TurnAsk], made: list[list[int]]) -> None:
         for ask, ids in zip(asks, made, strict=True):
             if not ask.turn.done():  # cancelled, when another episode raised
                 ask.turn.set_result(Turn(ids, None, self.version))

@@ -6,7 +6,7 @@ from typing import Any
 
 from kit.core.config.schema import Config
 from kit.policy.kept_weights import Room, keeping_weights
-from kit.rollout.episodes import EpisodeResult, EpisodeRunner
+from kit.rollout.episodes import EpisodeResult, EpisodeRunner, TurnAsk
 from kit.rollout.noise import facts, noise_of, noisy
 from kit.rollout.policy_view import PolicyView, Report, Rollouts
 from kit.train.trained_policy import TrainedPolicy
@@ -51,13 +51,13 @@ class OwnSampler:
             results = self.episodes.sample_here(rows, self._turns, policy.version, policy.stop_token_ids)
         return results, Report(noise, {})
 
-    def _turns(self, prompt_ids: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
-        """A turn after each prompt, of at most as many tokens."""
+    def _turns(self, asks: list[TurnAsk]) -> list[list[int]]:
+        """The turns that episodes wait for."""
         made: list[list[int]] = []
-        for start in range(0, len(prompt_ids), self.rows):
-            end = start + self.rows
-            turns = self._generate(prompt_ids[start:end], 1, max(max_tokens[start:end]))
-            made += [turn[:most] for turn, most in zip(turns, max_tokens[start:end], strict=True)]
+        for start in range(0, len(asks), self.rows):
+            part = asks[start : start + self.rows]
+            turns = self._generate([ask.prompt_ids for ask in part], 1, max(ask.max_tokens for ask in part))
+            made += [turn[: ask.max_tokens] for turn, ask in zip(turns, part, strict=True)]
         return made
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from kit.core.config.load import to_dict
 from kit.core.config.schema import Config
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir, write_json
+from kit.environments.load import source_hashes
 from reward import function_of, is_own
 from reward.own import imported, source_hash
 from reward.sandbox import isolation_level
@@ -87,25 +88,13 @@ def write_config(config: Config, run: RunDir, processes: int) -> None:
             "code_sandbox": code_sandbox(config),
             "own_rewards": {name: source_hash(function_of(name)) for name in config.reward.functions if is_own(name)},
             **({"own_loss": source_hash(imported(config.train.loss, "train.loss"))} if config.train.loss else {}),
-            **({"own_environment": _environment_hashes(config)} if config.environment.is_given else {}),
+            **({"own_environment": source_hashes(config)} if config.environment.is_given else {}),
             "git_revision": git_revision(),
             "seed": config.run.seed,
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         },
     )
-
-
-def _environment_hashes(config: Config) -> dict[str, str]:
-    """`source_hash` of the environment's factory, or of each if there are several, and of the tools, by name."""
-    found: dict[str, str] = {}
-    named = [("environment.factory", config.environment.factory or "")]
-    for key, name in [*named, *(("environment.tools", tool) for tool in config.environment.tools)]:
-        if is_own(name):
-            function = imported(name, key, may_be_async=True, kinds=(Mapping,))
-            functions = function if isinstance(function, Mapping) else {"": function}
-            found |= {f"{name} {which}".rstrip(): source_hash(one) for which, one in functions.items()}
-    return found
 
 
 def drop_steps_after(path: Path, step: int) -> None:

@@ -136,12 +136,12 @@ def test_an_evaluation_that_is_killed_takes_its_worker_with_it(tmp_path):
         "import sys\nfrom pathlib import Path\nfrom eval import vllm_backend\n"
         "from kit.core.config.schema import ServerConfig\n"
         "folder = Path(sys.argv[1])\n"
-        "vllm_backend._run_worker({'size': {}}, folder, vllm_backend.environment(ServerConfig()), folder / 'log')\n"
+        "vllm_backend.Worker(folder, ServerConfig(), folder / 'log').ask({'size': {}})\n"
     )
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
     parent = subprocess.Popen([sys.executable, str(script), str(tmp_path)], cwd=root, env=environment)
-    pid = processes.wait_until(lambda: (file := tmp_path / "answer.json.pid").is_file() and file.read_text())
+    pid = processes.wait_until(lambda: (file := tmp_path / "answer-1.json.pid").is_file() and file.read_text())
     parent.kill()
     parent.wait()
     assert processes.wait_until(lambda: not _alive(int(pid)))
