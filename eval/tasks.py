@@ -199,7 +199,7 @@ def _check_code(config: Config, name: str, function: Callable) -> None:
         )
 
 
-COLUMNS = ("prompts", "completions", "gold", "problem_id", "environments")
+COLUMNS = ("prompts", "completions", "gold", "problem_id")
 Reward = Callable[[Sequence[Answered], "WorkerPool"], tuple[list, list | None]]
 
 
@@ -209,10 +209,11 @@ def _check_arguments(config: Config, name: str, function: Callable) -> None:
 
     if getattr(function, "group", False):
         raise BadInput(f"eval.reward {name} judges the completions of a group together, and here there are no groups.")
+    columns = (*COLUMNS, "environments") if config.environment.factory else COLUMNS
     try:
-        check_arguments(name, function, "eval.reward", COLUMNS, ())
+        check_arguments(name, function, "eval.reward", columns, ())
     except BadInput:  # reads the problems only if it must
-        check_arguments(name, function, "eval.reward", (*COLUMNS, *reward_columns(config.data, "eval")), ())
+        check_arguments(name, function, "eval.reward", (*columns, *reward_columns(config.data, "eval")), ())
 
 
 def custom(name: str, function: Callable, limit_s: float = math.inf) -> Reward:

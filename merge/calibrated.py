@@ -23,7 +23,7 @@ from kit.weights.checkpoint import checkpoint_shards
 from kit.weights.frozen_base import BaseCheckpoint
 from merge.merge import write_config
 from merge.quantize import Refused, format_of, quantization_config
-from merge.verify import as_completion, as_prompt, load_for_scoring, release_memory, rows_in
+from merge.verify import as_prompt, load_for_scoring, logged_texts, release_memory, rows_in
 
 WORKER = Path(__file__).with_name("awq.py")
 SHARD = "5GB"
@@ -48,8 +48,7 @@ def calibration_set(run: RunDir, tokenizer: Any, samples: int, max_length: int) 
     texts: dict[str, str] = {}  # {prompt: prompt with its completion}
     for row in (row for file in sorted(run.completions.glob("step-*.jsonl"), reverse=True) for row in rows_in(file)):
         if len(texts) < samples:
-            prompt = as_prompt(values, row["prompt"], tokenizer)
-            texts.setdefault(prompt, prompt + as_completion(row["completion"]))
+            texts.setdefault(*logged_texts(values, row, tokenizer))
     completions, reason = len(texts), ""
     if completions < samples:
         try:

@@ -276,7 +276,15 @@ def _logged_completions(run: RunDir, tokenizer: Any) -> list[str]:
     files = sorted(run.completions.glob("step-*.jsonl"), reverse=True)
     rows = [row for file in files[:1] for row in itertools.islice(rows_in(file), SEQUENCES)]
     values = run.config()
-    return [as_prompt(values, row["prompt"], tokenizer) + as_completion(row["completion"]) for row in rows]
+    return [logged_texts(values, row, tokenizer)[1] for row in rows]
+
+
+def logged_texts(values: dict, row: dict, tokenizer: Any) -> tuple[str, str]:
+    """The prompt of a logged completion, and the prompt with the completion; all turns and answers of an episode."""
+    prompt = as_prompt(values, row["prompt"], tokenizer)
+    if isinstance(text := row.get("text"), str):
+        return prompt, text
+    return prompt, prompt + as_completion(row["completion"])
 
 
 def rows_in(file: Path) -> Iterator[dict]:

@@ -88,7 +88,8 @@ class EpisodeSteps:
                 one.episode.close()
 
 
-def recorded(result: EpisodeResult) -> dict[str, Any]:
-    """An episode's entries of completions/step-*.jsonl."""
-    found = {"messages": result.messages, "turn_versions": result.versions, "end": result.end}
+def recorded(result: EpisodeResult, tokenizer: Any) -> dict[str, Any]:
+    """An episode's entries of completions/step-*.jsonl; `text` is all of it, the rendered prompt first."""
+    text = tokenizer.decode(result.prompt_ids + result.completion_ids, skip_special_tokens=False)
+    found = {"messages": result.messages, "turn_versions": result.versions, "end": result.end, "text": text}
     return found | ({} if result.unknown is None else {"unknown": result.unknown, "told": result.told})

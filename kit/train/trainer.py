@@ -458,7 +458,9 @@ class PolicyTrainer(GRPOTrainer):
             *(problem_ids, gather_object(prompts), gather_object(completions)),
             [dict(zip(self.reward_func_names, row, strict=True)) for row in rewards.tolist()],
             *(advantages.tolist(), gather_object([made.version] * len(rows))),
-            gather_object([recorded(one) for one in episodes] if episodes is not None else [{}] * len(rows)),
+            gather_object(
+                [recorded(one, self._tokenizer) for one in episodes] if episodes is not None else [{}] * len(rows)
+            ),
         )
         if episodes is not None:
             self.episodes.close(episodes)

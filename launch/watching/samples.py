@@ -71,7 +71,7 @@ def _read(file: Path, changed: int, size: int) -> SampleGroup | None:
 def _group(step: int, rows: list[dict]) -> SampleGroup:
     samples = [
         Sample(
-            row["completion"],
+            _said(row),
             group(row, "rewards"),
             number(row, "advantage") or 0.0,
         )
@@ -82,6 +82,28 @@ def _group(step: int, rows: list[dict]) -> SampleGroup:
     if isinstance(prompt, list):  # the messages of a conversation
         prompt = "\n\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
     return SampleGroup(step, str(prompt), tuple(samples))
+
+
+def _said(row: dict) -> str:
+    """The completion of a row; of an episode all its messages, those that the model did not write by their role."""
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        return row["completion"]
+    return " ".join(
+        " ".join(
+            [
+                *([] if one.get("role") == "assistant" else [f"[{one.get('role')}]"]),
+                *([text] if (text := one.get("content")) and isinstance(text, str) else []),
+                *(_call(call) for call in one.get("tool_calls") or [] if isinstance(call, dict)),
+            ]
+        )
+        for one in messages
+    )
+
+
+def _call(call: dict) -> str:
+    called = group(call, "function") or call
+    return f"{called.get('name')}({json.dumps(called.get('arguments'), ensure_ascii=False)})"
 
 
 def one_line(text: str, most: int) -> str:

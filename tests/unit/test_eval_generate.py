@@ -1,6 +1,5 @@
 """Generation on a random-weight Qwen3: template, padding, stop tokens, and what is refused."""
 
-import dataclasses
 import math
 
 import pytest
@@ -163,7 +162,7 @@ def test_a_completion_cut_at_the_limit_is_counted_as_cut(model, tokenizer):
         assert generation.ended or generation.tokens == 5
     # A stop token in the last place is an end.
     finished = generate.finish(tokenizer, [20, 21, tokenizer.eos_token_id], [tokenizer.eos_token_id], 3)
-    assert dataclasses.astuple(finished)[2:] == (2, True, False)
+    assert (finished.tokens, finished.ended, finished.hit_max_tokens) == (2, True, False)
 
 
 def test_the_models_own_sampling_settings_change_nothing(model, tokenizer):

@@ -255,3 +255,14 @@ def test_log_probs_are_of_the_next_tokens():
         loss = model(ids, labels=ids).loss.item()
     assert found.shape[0] == 34
     assert -found.gather(1, ids[0, 1:, None]).mean().item() == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_logged_episode_is_compared_with_all_its_turns():
+    from merge.verify import logged_texts
+    from tests.unit.merge_fixture import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    row = {"prompt": "How many?", "completion": "7"}
+    prompt, plain = logged_texts({}, row, tokenizer)
+    assert plain == f"{prompt}7"
+    assert logged_texts({}, row | {"text": "all of it"}, tokenizer) == (prompt, "all of it")

@@ -425,3 +425,17 @@ def test_sparkline_of_a_share_keeps_noise_near_zero_flat():
 )
 def test_numbers_and_durations_are_short(write, values):
     assert {value: write(value) for value in values} == values
+
+
+def test_an_episode_is_shown_with_what_the_environment_said():
+    from launch.watching.samples import _said
+
+    call = {"type": "function", "function": {"name": "guess", "arguments": {"number": 5}}}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "guess", "content": "higher"},
+        {"role": "assistant", "content": "Found."},
+    ]
+    row = {"completion": "Found.", "messages": messages}
+    assert _said(row) == 'guess({"number": 5}) [tool] higher Found.'
+    assert _said({"completion": "Found."}) == _said({**row, "messages": "torn"}) == "Found."
