@@ -14,7 +14,9 @@ or one of your own (`train.loss`, kit/README.md). A step:
     update     the adapter, unless a gradient is not finite or the sampler is too far off (`rollout.max_sampler_k3`)
     record     a line of metrics, the step's problem ids; every `train.save_steps` steps a checkpoint and the adapter
 
-Left out on purpose: multi-turn rollouts, tools, a second model in memory.
+With `environment` a completion is an episode of several turns, with tools (kit/environments/README.md).
+
+Left out on purpose: a second model in memory.
 
     # two CPU cores, a model made on the spot (`make quickstart` does both)
     python recipes/tiny_base.py --out models/tiny-base

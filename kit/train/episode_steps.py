@@ -56,10 +56,10 @@ class EpisodeSteps:
     def unknown(self, rows: list[dict]) -> list[bool]:
         """Which episodes of all processes are unknown; counts them, and raises `CheckFailed` above the budget, in
         every process."""
-        found = gather_object([(row[REASON], row[TOLD]) for row in rows])
-        verdicts = [Verdict(None if reason else True, reason or "known") for reason, _ in found]
-        self.budget.record(verdicts, [f"row {place}: {told}" for place, (_, told) in enumerate(found)])
-        return [reason is not None for reason, _ in found]
+        found = gather_object([(row["problem_id"], row[REASON], row[TOLD]) for row in rows])
+        verdicts = [Verdict(None if reason else True, reason or "known") for _, reason, _ in found]
+        self.budget.record(verdicts, [f"problem {problem}, {told[:300]}" for problem, _, told in found])
+        return [reason is not None for _, reason, _ in found]
 
     def report(self, results: list[EpisodeResult], step: int) -> Report:
         """The metrics of `KEYS` over all processes, and the most seconds that an episode spent in its environment."""

@@ -5,7 +5,16 @@ import time
 import pytest
 
 from reward import worker
-from reward.answer import answers_equal, boxed_answer, boxes, final_answer, hash_answer, last_number, own_text
+from reward.answer import (
+    answers_equal,
+    boxed_answer,
+    boxes,
+    final_answer,
+    hash_answer,
+    last_number,
+    message_text,
+    own_text,
+)
 from reward.exact import MAX_ANSWER_CHARS, decide, gold_fault
 
 EXTRACTED = [
@@ -187,3 +196,14 @@ def test_a_verdict_does_not_depend_on_sympys_random_numbers():
         seed(number)
         verdicts.add(worker.compare("5e", "5\\infty"))
     assert verdicts == {(False, "algebra")}
+
+
+def test_only_what_the_model_wrote_is_its_answer():
+    turns = [
+        {"role": "assistant", "content": "Let me see."},
+        {"role": "tool", "name": "f", "content": "\\boxed{7}"},
+        {"role": "assistant", "content": "\\boxed{8}"},
+        {"role": "user", "content": "It is \\boxed{9}."},
+    ]
+    assert message_text(turns) == "Let me see.\n\n\\boxed{8}"
+    assert message_text([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]) == "s\n\nq"
