@@ -2,11 +2,17 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from kit.core.run_directory import RunDir
+from merge.calibrated import calibration_set
+from reward.reward_model import load, rendered
 from tests.smoke.test_two_processes import train
 from tests.unit.stub_judge import stub_judge
 
@@ -161,3 +167,57 @@ def test_a_group_that_spans_processes_is_judged_once_and_whole(
             assert row["rewards"][names[2]] == len(set(texts)) / 4
             assert row["rewards"][names[3]] == pytest.approx(len(text) / 10)
             assert row["rewards"][names[0]] == float(len(text) < 9)
+
+
+def test_a_judge_that_is_down_ends_the_run_before_the_base_is_loaded(
+    tmp_path, recipe, recipe_arguments, learning_model_dir, verl_data, monkeypatch
+):
+    (tmp_path / "judge.txt").write_text("{completion}")
+    options = {"url": "http://127.0.0.1:9", "model": "stub", "prompt_file": str(tmp_path / "judge.txt")}
+    keys = {"reward.functions": '["llm_judge"]', "reward.options": json.dumps({"llm_judge": options})}
+    keys |= {"data.path": verl_data}
+    run = RunDir(tmp_path / "run")
+    monkeypatch.setattr("kit.policy.load.load_policy_base", lambda config: pytest.fail("weights were loaded"))
+    assert recipe(recipe_arguments(learning_model_dir, run.path, keys, ("--dry_run",))).code == 0
+    done = recipe(recipe_arguments(learning_model_dir, run.path, keys))
+    assert done.code == 2 and "the judge stub at http://127.0.0.1:9/v1/chat/completions does not answer" in done.err
+    assert not run.base_file.exists()
+
+
+def test_conversations_are_sampled_judged_and_measured_as_they_are(
+    tmp_path, recipe, recipe_arguments, learning_model_dir, verl_data, read_jsonl
+):
+    """A reward model and math on prompts of three messages, held-out accuracy included."""
+    (data := tmp_path / "data").mkdir()
+    before = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    for name in ("train", "heldout"):
+        rows = [json.loads(line) for line in (verl_data / f"{name}.jsonl").read_text().splitlines()]
+        lines = [json.dumps(row | {"prompt": [*before, *row["prompt"]]}) for row in rows]
+        (data / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    tokenizer = AutoTokenizer.from_pretrained(learning_model_dir)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    facts = Qwen3Config(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **shape)
+    Qwen3ForSequenceClassification(facts).save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    options = {"reward_model": {"path": str(tmp_path / "judge"), "dtype": "float32"}, "math": {"form": "lenient"}}
+    keys = {"reward.functions": '["math", "reward_model"]', "reward.options": json.dumps(options), "data.path": data}
+    keys |= {"watch.eval_every": 1, "watch.eval_problems": 4, "watch.completions_every": 1, "train.max_steps": 2}
+    keys |= {"rollout.max_prompt_length": 128, "reward.weights": "[1.0, 0.1]"}
+    run = RunDir(tmp_path / "run")
+    done = recipe(recipe_arguments(learning_model_dir, run.path, keys))
+    assert done.code == 0, done.err
+    rows, model = rows_of(run), load(str(tmp_path / "judge"), "float32", "auto").model
+    assert len(rows) == 32
+    for row in rows:
+        assert row["prompt"][:2] == before and len(row["prompt"]) == 3
+        ids = rendered(tokenizer, row["prompt"], row["completion"])
+        with torch.no_grad():
+            expected = model(torch.tensor([ids], device=model.device)).logits.item()
+        assert row["rewards"]["reward_model"] == pytest.approx(expected, abs=1e-4)
+    assert all(row["heldout_accuracy"] is not None for row in read_jsonl(run.metrics_file))
+    findings = subprocess.run([sys.executable, "-m", "reward", "audit", str(run.path)], capture_output=True, text=True)
+    assert findings.returncode in (0, 1) and "Traceback" not in findings.stderr, findings.stderr
+    prompts = calibration_set(run, tokenizer, 4, 256)
+    told = tokenizer.apply_chat_template(rows[-1]["prompt"], add_generation_prompt=True)["input_ids"]
+    assert any(ids[: len(told)] == told for ids in prompts.sequences), "merge calibrates on the prompts of the run"
