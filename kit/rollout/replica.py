@@ -137,7 +137,9 @@ class Replica:
         body = {"request_id": request_id, "token_ids": encode_ids(token_ids), **sampling}
         body |= {"stop_token_ids": stop_token_ids, "session": session, "version": version}
         body |= {"routing": True} if routing else {}
-        answer = self._ask("generate", body=body)
+        # An episode's turns may be as far apart as the server's limit on idle connections, which would end one just
+        # as a request is sent on it: each has its own.
+        answer = self._ask("generate", body=body, headers={"Connection": "close"})
         try:
             samples = [
                 Sample(
@@ -219,9 +221,10 @@ class Replica:
         data: bytes | None = None,
         params: dict | None = None,
         timeout_s: float | None = None,
+        headers: dict[str, str] | None = None,
     ) -> dict:
         limit = timeout_s or self.timeout_s
-        headers = {"Content-Type": BINARY} if data is not None else None
+        headers = {"Content-Type": BINARY} if data is not None else headers
         try:
             response = self._http.request(
                 ROUTES[action],

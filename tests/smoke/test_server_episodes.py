@@ -5,6 +5,7 @@ the calls (hanging_guess.py). What a server samples depends on how its requests 
 must be equal: the ledger, the steps, and the versions of their turns.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -74,12 +75,12 @@ class Setup:
         ]
 
 
-@pytest.fixture(scope="module")
-def setup(tmp_path_factory) -> Iterator[Setup]:
+@contextlib.contextmanager
+def game_servers(folder: Path) -> Iterator[Setup]:
+    """A model that plays the game badly, and two servers of it; everything is in `folder`."""
     from merge.export import main as merge_base
     from recipes.tiny_tools import main as make_model
 
-    folder = tmp_path_factory.mktemp("game")
     model, base, run = folder / "model", folder / "base", RunDir(folder / "runs" / "servers")
     size = "--hidden 64 --layers 2 --problems 400 --heldout 40 --steps 250 --processes 1"
     with pytest.MonkeyPatch.context() as patch:
@@ -99,6 +100,12 @@ def setup(tmp_path_factory) -> Iterator[Setup]:
             server.ask_to_stop()
         for server in found.servers:
             server.wait_end()
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory) -> Iterator[Setup]:
+    with game_servers(tmp_path_factory.mktemp("game")) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

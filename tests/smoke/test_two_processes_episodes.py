@@ -9,6 +9,7 @@ from kit.core.run_directory import RunDir
 from tests.smoke.test_two_processes import rows, train
 from tests.unit.game_replica import GROUP, KEYS, GameReplica, make_game_model
 
+pytestmark = pytest.mark.slow
 SAME = ("reward", "reward_std", "episode_turns", "tool_calls", "environment_tokens", "completion_tokens", "turn_lag")
 
 

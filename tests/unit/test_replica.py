@@ -59,6 +59,17 @@ def test_an_address_of_the_network_is_not_taken_for_this_machines_own(is_ours, h
     assert {host: is_loopback(host) for host in hosts} == dict.fromkeys(hosts, is_ours)
 
 
+def test_a_turn_is_sent_on_a_connection_of_its_own(fake):
+    """An idle one may be closed by the server in the moment in which the next turn is sent on it."""
+    fake.served, replica = ("s", 1), Replica(fake.url, 5)
+    for opened in (1, 2, 3):
+        replica.generate("r", [8, 9], **ONE, session="s", version=1)
+        assert len(fake.connections) == opened
+    for _ in range(2):
+        replica.info()
+        assert len(fake.connections) == 4, "other requests follow each other at once"
+
+
 def test_a_generation_asks_for_everything_that_sampling_depends_on(fake):
     sampling = {"n": 3, "max_tokens": 7, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "stop_token_ids": [3, 4]}
     fake.served = "s", 1
