@@ -61,7 +61,7 @@ class TrlEnvironment:
             )
         self.owns_reward = any(owners)
         self.takes_tools = any(self._schemas.values())
-        self.name = kinds[0] if len(set(kinds)) == 1 else COLUMN
+        self.name = kinds[0] if len({*kinds}) == 1 else COLUMN if kinds else "tools"
 
     def start(self, row: dict[str, Any]) -> "TrlEpisode":
         """Take an idle instance, or make one, and reset it with the columns that its `reset` takes."""

@@ -95,6 +95,8 @@ def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
         )
     if own := [name for name in config.reward.functions if is_own(name) or name in MODELS]:
         found.append(f"reward.functions names {own[0]}: the export knows the kit's own functions only. Leave it out.")
+    if config.environment.is_given:
+        found.append("the group environment is set: verl has tools and interactions of its own. Leave it out.")
     if train.loss is not None:
         found.append(f"train.loss is {train.loss}: verl has its own losses only. Leave it out.")
     if train.loss_type not in LOSS or train.trl.get("importance_sampling_level", train.ratio_level) != "token":

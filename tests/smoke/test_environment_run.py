@@ -114,7 +114,7 @@ def test_an_environment_that_is_too_often_unknown_stops_the_run(recipe, recipe_a
         ({"environment.tools": f"[{HERE}:untyped]"}, "the argument 'number' of untyped has no type"),
         ({"environment.factory": f"{HERE}:Needy"}, "reset of Needy needs an argument 'secret'"),
         ({"rollout.max_prompt_length": 20}, "rollout.max_prompt_length is 20. Raise it"),
-        ({"reward.functions": "[]", "environment.factory": f"{HERE}:Counter"}, "there is no reward to learn from"),
+        ({"reward.functions": "[]", "environment.factory": f"{HERE}:Counter"}, "there is nothing to learn from"),
     ],
 )
 def test_bad_input_is_refused_before_weights_load(

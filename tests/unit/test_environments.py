@@ -91,7 +91,7 @@ def test_what_works_is_not_refused():
         ({"tools": f"[{HERE}:undescribed]"}, "no description for the argument 'number'"),
         ({"tools": f"[{HERE}:double, {HERE}:double]"}, "environment.tools has several tools named 'double'"),
         ({"tools": "[python]"}, "environment.allow_code_execution to true"),
-        ({"factory": f"{HERE}:Counter", "reward__functions": "[]"}, "Counter has no get_reward: there is no reward"),
+        ({"factory": f"{HERE}:Counter", "reward__functions": "[]"}, "Counter has no reward of its own"),
     ],
 )
 def test_what_is_no_environment_is_refused(keys, said):
@@ -225,7 +225,7 @@ def test_a_tools_own_timeout_is_not_taken_for_the_limit():
 @pytest.fixture(scope="module")
 def python():
     made = load_environment(config(tools="[python]", allow_code_execution=True, tool_timeout_s=4))
-    assert made.name == "environment" and made.start(ROW).instance is None
+    assert made.name == "tools" and made.start(ROW).instance is None
     return made
 
 

@@ -139,6 +139,7 @@ def test_an_adapter_on_routed_experts_is_refused_and_one_beside_them_is_not(tmp_
         (["--train.loss_type=gspo"], {}, "train.loss_type is gspo with ratios of a sequence"),
         (["--train.loss_type=sapo"], {}, "train.loss_type is sapo"),
         (["--train.kl_in_reward=true"], {}, "the export knows the KL in the loss only"),
+        (["--environment=a:B"], {}, "the group environment is set"),
         (["--train.lr_scheduler=linear"], {}, "verl has constant and cosine"),
         (["--train.optimizer=adafactor"], {}, "train.optimizer is adafactor"),
         (["--policy.use_rslora=true", "--policy.lora_rank=8"], {}, "90.51 is none"),
