@@ -143,11 +143,11 @@ def generator(made, texts, batches):
     ids = [[made.tokens.tokenizer(text, add_special_tokens=False)["input_ids"] for text in one] for one in texts]
     said = Counts()
 
-    def generate(prompt_ids, max_tokens):
+    def generate(asks):
         assert threading.current_thread() is threading.main_thread()
-        batches.append(len(prompt_ids))
+        batches.append(len(asks))
         live = [n for n in range(len(texts)) if said[n] < len(ids[n])]
-        assert len(live) == len(prompt_ids), "those that wait, in their order"
+        assert [ask.episode for ask in asks] == live, "those that wait, in their order"
         turns = [ids[n][said[n]] for n in live]
         said.update(live)
         return turns
@@ -170,7 +170,7 @@ def test_an_error_while_generating_ends_the_episodes_and_the_next_step_works():
     made = runner(factory=f"{HERE}:Counter")
     rows = [{"prompt": PROMPT, "gold": "0"}] * 3
 
-    def fails(prompt_ids, max_tokens):
+    def fails(asks):
         raise MemoryError
 
     with pytest.raises(MemoryError):
@@ -189,10 +189,10 @@ def test_episodes_that_cannot_start_do_not_hold_up_a_step():
 
     made.environment.start = sometimes
     rows = [{"prompt": PROMPT, "gold": gold} for gold in "1011"]
-    assert [one.unknown for one in made.sample_here(rows, lambda ids, most: [[5, 2]], 0, [2])] == [
+    assert [one.unknown for one in made.sample_here(rows, lambda asks: [[5, 2]], 0, [2])] == [
         *("server", None, "server", "server")
     ]
-    none = made.sample_here(rows[:1], lambda ids, most: pytest.fail("nobody asked"), 0, [2])
+    none = made.sample_here(rows[:1], lambda asks: pytest.fail("nobody asked"), 0, [2])
     assert none[0].unknown == "server"
 
 
