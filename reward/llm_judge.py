@@ -16,6 +16,7 @@ import math
 import os
 import re
 from collections.abc import Collection
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
@@ -70,7 +71,7 @@ async def llm_judge(
     """
     import httpx
 
-    template = Path(prompt_file).read_text(encoding="utf-8")
+    template = _template(prompt_file)
     key = _key(api_key_env)
     settings = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(body or {})}
     requests = []
@@ -116,7 +117,10 @@ def endpoint(url: str) -> str:
 
 
 def filled(template: str, known: dict[str, Any]) -> str:
-    """The template with `{name}` replaced once by the value of that name; anything but text is written as JSON."""
+    """The template with `{name}` replaced once by the value of that name.
+
+    Anything but text is written as JSON, and half of a surrogate pair, which no request can carry, as `?`.
+    """
 
     def value(found: re.Match) -> str:
         if found[1] is not None:
@@ -124,7 +128,7 @@ def filled(template: str, known: dict[str, Any]) -> str:
         one = known.get(found[2], "")
         return one if isinstance(one, str) else json.dumps(one, ensure_ascii=False, default=str)
 
-    return PLACE.sub(value, template)
+    return PLACE.sub(value, template).encode(errors="replace").decode()
 
 
 def scored(reply: str, pattern: str | None, json_key: str | None, low: float, high: float) -> tuple[float | None, str]:
@@ -155,6 +159,12 @@ def _last_entry(reply: str, key: str) -> Any:
             found = value[key] if key in value else found
         start = reply.find("{", end)
     return found
+
+
+@lru_cache
+def _template(prompt_file: str) -> str:
+    """The text of the file, read once: a run's requests do not change while it trains."""
+    return Path(prompt_file).read_text(encoding="utf-8")
 
 
 def _question(prompt: str | list[dict] | None) -> str:
@@ -207,7 +217,7 @@ def _headers(key: str | None) -> dict[str, str]:
 
 
 def _key(variable: str | None) -> str | None:
-    return os.environ.get(variable) if variable else None
+    return os.environ.get(variable, "").strip() if variable else None
 
 
 def _name(request: dict) -> str:
@@ -271,8 +281,12 @@ def check_options(
         raise ValueError(f"timeout_s ({timeout_s}) must be above 0 and retries ({retries}) at least 0.")
     if body and "messages" in body:
         raise ValueError("body names messages. Write them into prompt_file.")
-    if api_key_env is not None and not os.environ.get(api_key_env):
+    if api_key_env is not None and not (key := _key(api_key_env)):
         raise ValueError(f"api_key_env names {api_key_env}, which is not set in the environment.")
+    if api_key_env is not None and not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"api_key_env names {api_key_env}, whose value has a character that no HTTP header can carry."
+        )
     try:
         template = Path(prompt_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

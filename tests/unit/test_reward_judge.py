@@ -87,6 +87,8 @@ def test_the_judge_is_shown_the_question_the_completion_and_the_columns(bound, j
         in judge.bodies[1]["messages"][0]["content"]
     )
     assert filled("{a} {b}", {"a": {"é": 1}}) == '{"é": 1} '
+    assert ask(bound(), "cut \ud83d", level=[{"half": "\ud83d"}]) == [0.5]
+    assert "Answer: cut ?\n" in judge.bodies[2]["messages"][0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ KEY = "sk-very-secret"
 
 
 def test_the_key_is_sent_and_shown_nowhere(bound, judge, monkeypatch, tmp_path):
-    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")  # as read from a file
     reward = bound(api_key_env="JUDGE_KEY")
     assert ask(reward, "judge-score 1") == [0.1]
     assert judge.headers[0]["Authorization"] == f"Bearer {KEY}"
@@ -184,6 +186,11 @@ def test_the_key_is_sent_and_shown_nowhere(bound, judge, monkeypatch, tmp_path):
     assert "HTTP 401" in str(error.value) and KEY not in str(error.value) and "***" in str(error.value)
     shown = [json.dumps(reward.options), *(file.read_text() for file in tmp_path.rglob("*") if file.is_file())]
     assert not any(KEY in text for text in shown)
+    for bad in (f"{KEY}\nmore", f"{KEY}é"):
+        monkeypatch.setenv("JUDGE_KEY", bad)
+        with pytest.raises(BadInput, match="JUDGE_KEY, whose value has a character") as error:
+            bound(api_key_env="JUDGE_KEY")
+        assert KEY not in str(error.value)
 
 
 def test_a_judge_that_is_down_at_the_start_is_bad_input(bound, judge):
