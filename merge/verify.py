@@ -107,11 +107,29 @@ def load_for_scoring(
         for module in model.modules():  # compressed-tensors dequantizes FP4 to BF16 whatever the model computes in
             if isinstance(module, torch.nn.Linear):
                 module.weight.data = module.weight.data.to(weights or dtype).to(dtype)
+                _round_by_token(module)
         read_experts(model, directory, weights or dtype, dtype)
     if method == "bitsandbytes":
         disable_cpu_repacking(model)
         compute_in(model, dtype)
     return model.eval()
+
+
+def _round_by_token(module: torch.nn.Module) -> None:
+    """Let a layer whose inputs are rounded by token do so for inputs of any shape (…, n), as servers do.
+
+    compressed-tensors 0.17 takes the first two dimensions for tokens: OPT's MLP, whose input is (T, n), would get one
+    scale for all, and so would multi-head latent attention, whose input is (B, 1, T, n).
+    """
+    scheme = getattr(module, "quantization_scheme", None)
+    if scheme is None or scheme.input_activations is None or scheme.input_activations.strategy != "token":
+        return
+    forward = module.forward
+
+    def by_token(x: torch.Tensor) -> torch.Tensor:
+        return forward(x.reshape(1, -1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+    module.forward = by_token
 
 
 def _reload_renamed(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -> None:

@@ -92,6 +92,17 @@ def test_inputs_of_fp8_experts_are_rounded_token_by_token(merged):
     assert not torch.allclose(exact, expected, atol=1e-3 * size)
 
 
+def test_inputs_of_fp8_layers_are_rounded_token_by_token_whatever_their_shape(merged):
+    """OPT gives its MLP (T, n), multi-head latent attention (B, 1, T, n); compressed-tensors takes both otherwise."""
+    _, places = merged
+    layer = load_for_scoring(places["fp8"]).model.layers[0].self_attn.q_proj
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 1, 5)[:, None]
+    expected = fake_quantize_activation(x, FORMATS["fp8"].activation) @ layer.weight.T
+    with torch.no_grad():
+        for shape in ((5, 128), (1, 5, 128), (1, 1, 5, 128)):
+            assert torch.allclose(layer(x.view(shape)).view(5, -1), expected, rtol=1e-5, atol=1e-6), shape
+
+
 @pytest.mark.parametrize("name", ["fp8", "w4a16"])
 def test_quantized_experts_become_a_plain_base_again(name, merged, tmp_path):
     base, places = merged
