@@ -138,8 +138,8 @@ def test_every_turn_is_sampled_from_the_version_of_its_step(which, request, read
     rows = read_jsonl(run.metrics_file)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
-        # FP8 of the trainer's own weights: 1e-4 to 2e-3; another version of this learning rate adds as much again.
-        assert 0 <= row["sampler_k3"] < 2e-2 and row["sampler_nan_count"] == 0
+        # At most 7e-4 in 60 steps, overlapped or not (2026-11-25).
+        assert 0 <= row["sampler_k3"] < 1e-2 and row["sampler_nan_count"] == 0
         assert row["turn_lag"] == row["policy_lag"] <= 1 and 1 < row["episode_turns"] <= TURNS
         assert row["reward"] is not None and row["environment_tokens"] > 0
         episodes = read_jsonl(run.completions / f"step-{row['step']:06d}.jsonl")
