@@ -1,4 +1,4 @@
-"""Environments on openenv's own server, in .venv-openenv: `python -m tests.unit.openenv_servers NAME PORT`."""
+"""Environments on openenv's own server: a module that .venv-openenv runs, with a name and a port."""
 
 import sys
 import threading

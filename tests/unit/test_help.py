@@ -40,6 +40,7 @@ def refusal(key, value):
 
 # No closed set: what a value must look like stands in the message.
 OPEN = {"rollout.server_urls": "http://127.0.0.1:8000", "policy.target_modules": "all-linear, or names"}
+OPEN |= {"environment.factory": "or openenv, verifiers", "environment.tools": "as module:function, or python"}
 
 
 def test_help_names_the_choices_of_every_key_that_refuses_a_made_up_text():

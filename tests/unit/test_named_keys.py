@@ -15,7 +15,7 @@ GROUPS = "|".join(sorted({key.partition(".")[0] for key in leaves()}))
 KEY = re.compile(rf"(?<![\w./-])(?:{GROUPS})\.[a-z_]+(?:\.[a-z_]+)*(?![\w/(])")
 # What has the form of a key and is a file, a module of a room, a layer, a key that was replaced, or one of verl's.
 OTHERS = re.compile(r"\.(json|jsonl|md|png|html|py|yaml|svg|sh|log|parquet|safetensors)$|^model\.layers")
-OTHERS_IN = {"kit/core/config/load.py": set(REPLACED)}
+OTHERS_IN = {"kit/core/config/load.py": set(REPLACED), "kit/environments/openenv.py": {"server.app"}}
 OTHERS_IN |= dict.fromkeys(("launch/export/schema.py", "launch/export/translate.py"))
 
 
@@ -36,12 +36,10 @@ KNOWN = leaves()
 
 
 def exists(key: str) -> bool:
-    """Whether the configuration has this key or group; below train.trl and reward.options any name goes."""
-    return (
-        key in KNOWN
-        or key.startswith(("train.trl.", "reward.options."))
-        or any(one.startswith(f"{key}.") for one in KNOWN)
-    )
+    """Whether the configuration has this key or group; any name goes below train.trl (TRL's own fields) and below the
+    options of rewards and of an environment."""
+    open_groups = ("train.trl.", "reward.options.", "environment.options.")
+    return key in KNOWN or key.startswith(open_groups) or any(one.startswith(f"{key}.") for one in KNOWN)
 
 
 def is_module(name: str) -> bool:
