@@ -8,6 +8,7 @@ or one of your own (`train.loss`, kit/README.md). A step:
                hold the same base, dequantized, and load the adapter before each step; a canary batch scored by trainer
                and servers shows that they hold one policy
     reward     `reward.functions`; a reward that could not be computed is masked and counted, never 0
+    resample   groups without signal, up to `rollout.resample_rounds` times, by those of fresh problems
     advantage  the reward minus the mean of its group, divided by a standard deviation as `train.scale_rewards` says
     loss       the clipped importance ratio times the advantage, `train.beta` times the KL to the reference, corrected
                for the mismatch of sampler and policy (`rollout.correction`); one forward gives the old log-probs too

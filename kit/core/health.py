@@ -26,6 +26,7 @@ KL_NATS = 1.0  # recent KL to the reference above this many nats per token …
 KL_DOUBLED_FROM_NATS = 0.1  # … or above this one and at least twice that of the steps before
 # A group with equal rewards has no advantage and no gradient; DAPO drops it and samples more (arXiv 2503.14476).
 ZERO_SPREAD = 0.95  # share of groups whose completions all got the same reward
+KEPT = 0.25  # with dynamic sampling, share of the sampled groups that the run learns from; our default
 REWARD_MOVED = 0.02  # a reward that changed by less than this share of its range so far is flat
 # Truncated completions get a wrong reward, which makes training unstable (arXiv 2503.14476). Shares: our defaults.
 TRUNCATED = 0.25  # share of completions that hit the token limit, or …
@@ -148,7 +149,10 @@ def _figure(value: float, unit: str) -> str:
 
 
 def _zero_spread(rows: Sequence[dict]) -> str | None:
-    share, now, before = _recent(rows, "zero_spread_fraction"), _recent(rows, "reward"), _before(rows, "reward")
+    share = _recent(rows, "no_signal_fraction")  # after rollout.resample_rounds
+    if share is None:
+        share = _recent(rows, "zero_spread_fraction")
+    now, before = _recent(rows, "reward"), _before(rows, "reward")
     if share is None or share <= ZERO_SPREAD:
         return None
     if now is None or before is None:
@@ -156,6 +160,11 @@ def _zero_spread(rows: Sequence[dict]) -> str | None:
     if abs(now - before) > max(REWARD_MOVED * _reward_range(rows), REWARD_MOVED * abs(before)):
         return None  # the few groups that teach still move the reward
     return f"{share:.0%} > {ZERO_SPREAD:.0%}, reward flat at {now:.3g}"
+
+
+def _sampled_in_vain(rows: Sequence[dict]) -> str | None:
+    kept = _recent(rows, "kept_fraction")
+    return f"{kept:.0%} of the sampled groups kept < {KEPT:.0%}" if kept is not None and kept < KEPT else None
 
 
 def _reward_falls(rows: Sequence[dict]) -> str | None:
@@ -269,7 +278,15 @@ RULES = (
         "no spread",
         _zero_spread,
         "Nearly every group got one reward and the reward stands still: no advantage, nothing is learned.",
-        "Reward near its top: solved, stop. Near its bottom: easier problems, larger groups, check the reward.",
+        "Reward near its top: solved, stop. Near its bottom: easier problems, larger groups, check the reward. In "
+        "between: rollout.resample_rounds replaces such groups.",
+    ),
+    Rule(
+        "sampled in vain",
+        _sampled_in_vain,
+        "Dynamic sampling drops most of what it samples: the problems are too easy or too hard for the policy.",
+        "Reward near its top: solved, stop. Else measure pass rates (python -m recipes.pass_rates) and leave out what "
+        "is always or never solved (data.min_pass_rate, data.max_pass_rate), or set rollout.resample_budget.",
     ),
     Rule(
         "truncation",

@@ -57,8 +57,9 @@ class StepFigures:
             reset_peak()
 
     def note_peak(self, phase: str) -> None:
-        """Record the peak memory since the last reset under `phase`, and reset it."""
-        self.peak_gib[phase] = peak_gib()
+        """Record the peak memory since the last reset under `phase`, at least that of its earlier parts, and reset
+        it."""
+        self.peak_gib[phase] = max(self.peak_gib.get(phase, 0.0), peak_gib())
         reset_peak()
 
     def clear(self) -> None:

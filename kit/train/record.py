@@ -142,9 +142,10 @@ class Recorder:
         if not _prints_go_to(log):
             _append_line(log, line)
 
-    def ledger(self, step: int, problem_ids: list[str]) -> None:
-        """Record the problems of a step, in order, before it generates."""
-        _append(self.run.ledger_file, {"step": step, "problem_ids": problem_ids})
+    def ledger(self, step: int, problem_ids: list[str], **more: Any) -> None:
+        """Record the problems of a step, in order, before it generates; with dynamic sampling also those of a round,
+        and `more` about it (`resampling.py`)."""
+        _append(self.run.ledger_file, {"step": step, "problem_ids": problem_ids, **more})
 
     def step(self, record: dict) -> None:
         """Write one line of metrics.jsonl (non-finite numbers become null) and print the step."""

@@ -180,6 +180,7 @@ def load_data(config: Config, tokenizer: Any, processes: int, runner: Any = None
     With a `runner` of episodes one is started on the first problem; what its tools and first observation add to a
     prompt must fit too."""
     from kit.data.leaks import find_leaks
+    from kit.data.pass_rates import select
     from kit.data.problems import drop_long, hidden_columns, read_problems, to_dataset
     from reward import gold_checks, heldout_gold_checks
 
@@ -192,6 +193,9 @@ def load_data(config: Config, tokenizer: Any, processes: int, runner: Any = None
         room -= try_first(runner, to_dataset(problems[:1], config.data)[0])
     problems, dropped = drop_long(problems, tokenizer, config.data, room)
     say(f"training problems: {report.summary()}, {dropped} too long, {len(problems):,} used")
+    problems, said = select(problems, config)
+    for line in said:
+        say(line)
     heldout, report = read_problems(config.data, "eval", heldout_gold_checks(config))
     say(f"held-out problems: {report.summary()}, {len(heldout):,} used")
     if leaks := find_leaks(heldout, problems):
@@ -244,12 +248,21 @@ def describe_plan(config: Config, problems: int, processes: int) -> str:
             describe_step(config, problems, processes),
             f"loss      {train.loss or train.loss_type}, beta {train.beta}"
             f"{' on the KL in the reward' if train.kl_in_reward else ''}, learning rate {train.learning_rate}",
-            f"rollouts  {rollout.backend}, temperature {rollout.temperature}",
+            f"rollouts  {rollout.backend}, temperature {rollout.temperature}{describe_resampling(config)}",
             *([f"memory    {split}"] if split else []),
             *describe_environment(config),
             f"rewards   {', '.join(config.reward.functions) or 'of the environment'}",
         ]
     )
+
+
+def describe_resampling(config: Config) -> str:
+    """What the plan's line of the rollouts says of dynamic sampling."""
+    rollout = config.rollout
+    if not rollout.resample_rounds:
+        return ""
+    most = "" if rollout.resample_budget is None else f", at most {rollout.resample_budget} completions a step"
+    return f"; groups without signal are replaced in up to {rollout.resample_rounds} rounds{most}"
 
 
 def describe_experts(config: Config) -> str:
@@ -438,6 +451,7 @@ def range_prompts(config: Config, task: Task, resume: bool) -> list[list[int]]:
 
 def trainer_parts(config: Config, run: RunDir, task: Task, arguments: Any) -> tuple[dict[str, Any], dict]:
     """Arguments of every trainer (the frozen base, its servers, the data) and the base's facts; records both."""
+    from kit.data.pass_rates import describe_other_base
     from kit.policy.load import lora_config
     from kit.policy.sharding import loading_whole
     from kit.train.data_order import record_problems
@@ -448,6 +462,8 @@ def trainer_parts(config: Config, run: RunDir, task: Task, arguments: Any) -> tu
     facts_of_task = task.tokenizer, task.model_config, arguments, task.episodes
     base, facts, rollout = load_base(config, run, *facts_of_task)
     record_problems(run, task.dataset)
+    if warning := describe_other_base(config, facts["hash"]):
+        say(warning)
     arguments.reward_weights = task.weights
     parts = {"config": config, "run": run, "base_hash": facts["hash"], "rollout": rollout, "model": base}
     parts |= {"args": arguments, "train_dataset": task.dataset, "processing_class": task.tokenizer}

@@ -73,6 +73,8 @@ from kit.train.mismatch import ROUTING_KEYS
 from kit.train.own_loss import load_loss
 from kit.train.own_sampler import OwnSampler
 from kit.train.record import Recorder, add_counts, keep_traceback, unknown_so_far
+from kit.train.resampling import KEYS as RESAMPLE_KEYS
+from kit.train.resampling import Drawn, Resampler
 from kit.train.rows import loss_mask
 from kit.train.sampling import (
     completion_messages,
@@ -165,6 +167,8 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         ours["importance_sampling_level"] = train.ratio_level
     if train.entropy_coef:
         ours["entropy_coef"] = train.entropy_coef
+    if config.data.order != "shuffled":
+        ours["shuffle_dataset"] = False
     if ours["use_cpu"]:
         # With several processes accelerate 1.15 names the device cpu:0, to which torch loads no optimizer.
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
@@ -270,6 +274,7 @@ class PolicyTrainer(GRPOTrainer):
     """
 
     _buffered_inputs: list[dict] | None  # TRL's
+    resampler: Resampler | None = None  # None without `rollout.resample_rounds`
     passes = 0  # whole passes over the data before this process started
     episodes: EpisodeSteps | None = None  # with an environment
 
@@ -324,6 +329,8 @@ class PolicyTrainer(GRPOTrainer):
         self._unknown: dict[str, dict[str, int]] = {}  # by reward function and reason
         self._unknown_before: dict[str, dict[str, int]] = {}  # before a resume, in the main process
         self._sampled: Sampled | None = None
+        if config.rollout.resample_rounds:
+            self.resampler = Resampler(config, self.accelerator, self.train_dataset)
 
     def _own_sampler(self, episodes: EpisodeRunner | None) -> OwnSampler:
         def generate(prompt_ids: list[list[int]], group: int, max_tokens: int) -> list[list[int]]:
@@ -412,10 +419,43 @@ class PolicyTrainer(GRPOTrainer):
 
     def sample(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         """Complete the prompts of this process's rows and compute their advantages; return the inputs of the loss."""
-        accelerator, metrics, prompts = self.accelerator, self._metrics["train"], [row["prompt"] for row in rows]
+        accelerator, metrics, step = self.accelerator, self._metrics["train"], self.state.global_step + 1
         problem_ids = gather_object([row["problem_id"] for row in rows])
         if self.recorder:
-            self.recorder.ledger(self.state.global_step + 1, list(dict.fromkeys(problem_ids)))
+            self.recorder.ledger(step, list(dict.fromkeys(problem_ids)))
+        drawn = self.draw(rows)
+        log_lengths(metrics, accelerator, drawn.made, drawn.is_truncated)
+        log_rewards(metrics, self.reward_func_names, drawn.rewards, self.reward_weights)
+        flat = find_flat_groups(drawn.rewards, self.reward_weights, self.num_generations, self._are_summed)
+        metrics["frac_reward_zero_std"].append(flat.float().mean().item())
+        if self.heldout and self.heldout.is_due(step):
+            self._measure_heldout()
+        if self.resampler:
+            drawn = self._resample(drawn)
+        log_pending(metrics, self._pending_metrics, accelerator)
+        self._pending_extra_logs.clear()
+
+        masked = drawn.is_truncated if self.mask_truncated_completions else []
+        padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of, accelerator.device
+        batch = row_tensors(drawn.prompt_ids, drawn.made, masked, *padding)
+        batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
+        self.policy_step.add_reference(batch)
+        kl = None
+        if self.config.train.kl_in_reward:
+            kl = accelerator.gather(self.policy_step.sampled_kl(batch))  # (N,)
+        advantages = self._advantages(drawn.rewards, kl)
+        batch["advantages"] = advantages[accelerator.process_index * len(rows) :][: len(rows)]
+        self._sampled = Sampled(
+            *(gather_object(drawn.problem_ids), gather_object(drawn.prompts), gather_object(drawn.completions)),
+            [dict(zip(self.reward_func_names, row, strict=True)) for row in drawn.rewards.tolist()],
+            *(advantages.tolist(), gather_object([drawn.made.version] * len(rows))),
+            gather_object([recorded(one, self._tokenizer) for one in drawn.made.episodes or []] or [{}] * len(rows)),
+        )
+        return batch
+
+    def draw(self, rows: list[dict]) -> Drawn:
+        """Complete this process's rows and reward them; called by all processes together, with as many rows each."""
+        problem_ids, prompts = [row["problem_id"] for row in rows], [row["prompt"] for row in rows]
         with self.figures.timed("rollout"):
             made, prompt_ids = self._rollouts(rows)
             self.figures.add(made.report)
@@ -423,48 +463,49 @@ class PolicyTrainer(GRPOTrainer):
             if self.config.rollout.overlap:
                 self.figures.add(self._begin_next())
         self.figures.note_peak("rollout")
-        truncated = self._truncated(made)
         self._count_tokens(prompt_ids, made)
-        log_lengths(metrics, accelerator, made, truncated)
-        if self.heldout and self.heldout.is_due(self.state.global_step + 1):
-            self._measure_heldout()
-
-        masked = truncated if self.mask_truncated_completions else []
-        padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of, accelerator.device
-        batch = row_tensors(prompt_ids, made, masked, *padding)
-        batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
-        self.policy_step.add_reference(batch)
-
         if (episodes := made.episodes) is not None:
             prompts, completions = [one.prompt for one in episodes], [one.messages for one in episodes]
             rows = self.episodes.rewarded_rows(rows, episodes)
         else:
             completions = completion_messages(self._tokenizer, prompt_ids, made.token_ids)
         rewards = self._calculate_rewards(rows, prompts, completions, made.token_ids)  # (N, functions)
-        are_summed = self.multi_objective_aggregation == "sum_then_normalize"
-        how = self.num_generations, self.scale_rewards, are_summed
-        paid, weights = rewards, self.reward_weights
-        if self.config.train.kl_in_reward:
-            kl = accelerator.gather(self.policy_step.sampled_kl(batch))  # (N,)
-            paid, weights = subtract_kl(rewards, weights, kl, self.config.train.beta)
-        advantages, _ = group_advantages(paid, weights, *how)
-        flat = find_flat_groups(rewards, self.reward_weights, self.num_generations, are_summed)
-        batch["advantages"] = advantages[accelerator.process_index * len(rows) :][: len(rows)]
-        log_rewards(metrics, self.reward_func_names, rewards, self.reward_weights)
-        log_pending(metrics, self._pending_metrics, accelerator)
-        self._pending_extra_logs.clear()
-        metrics["frac_reward_zero_std"].append(flat.float().mean().item())
-        self._sampled = Sampled(
-            *(problem_ids, gather_object(prompts), gather_object(completions)),
-            [dict(zip(self.reward_func_names, row, strict=True)) for row in rewards.tolist()],
-            *(advantages.tolist(), gather_object([made.version] * len(rows))),
-            gather_object(
-                [recorded(one, self._tokenizer) for one in episodes] if episodes is not None else [{}] * len(rows)
-            ),
-        )
         if episodes is not None:
             self.episodes.close(episodes)
-        return batch
+        return Drawn(problem_ids, prompts, prompt_ids, made, self._truncated(made), completions, rewards)
+
+    @property
+    def _are_summed(self) -> bool:
+        return self.multi_objective_aggregation == "sum_then_normalize"
+
+    def _advantages(self, rewards: torch.Tensor, kl: torch.Tensor | None = None) -> torch.Tensor:
+        """Advantages (N,) of all processes' rows, from their rewards minus `train.beta` times `kl` (N,)."""
+        weights = self.reward_weights
+        if kl is not None:
+            rewards, weights = subtract_kl(rewards, weights, kl, self.config.train.beta)
+        return group_advantages(rewards, weights, self.num_generations, self.scale_rewards, self._are_summed)[0]
+
+    def _resample(self, first: Drawn) -> Drawn:
+        """Replace groups without signal; the metrics of a step, except those of replacing, stay those of `first`."""
+        accelerator, figures, step = self.accelerator, self.figures, self.state.global_step + 1
+
+        def has_signal(drawn: Drawn) -> list[bool]:
+            learned = self._advantages(drawn.rewards) != 0
+            if self.mask_truncated_completions:
+                learned &= ~accelerator.gather(torch.tensor(drawn.is_truncated, device=accelerator.device))
+            return learned.view(-1, self.num_generations).any(dim=1).tolist()
+
+        def ledger(*entry: Any, **more: Any) -> None:
+            if self.recorder:
+                self.recorder.ledger(*entry, **more)
+
+        values = dict(figures.values)
+        drawn = self.resampler.run(step, first, self.draw, has_signal, ledger)
+        figures.values |= values | self.resampler.figures
+        sampled, trained = self._tokens(drawn.prompt_ids, drawn.made)
+        figures.values["dropped_tokens"] = int(figures.counts["completion_tokens"]) - sampled
+        figures.counts["tokens"] = trained
+        return drawn
 
     def _rollouts(self, rows: list[dict]) -> tuple[Rollouts, list[list[int]]]:
         """Completions of this process's rows, or their episodes, and the token ids of their prompts."""
@@ -495,11 +536,15 @@ class PolicyTrainer(GRPOTrainer):
     def _token_ids(self, prompts: list[list[dict]]) -> list[list[int]]:
         return self._tokenize_prompts(copy.deepcopy(prompts))[0]  # TRL prepares messages in place
 
-    def _count_tokens(self, prompt_ids: list[list[int]], made: Rollouts) -> None:
-        """Count the tokens that the model wrote, and all that the update computes."""
+    def _tokens(self, prompt_ids: list[list[int]], made: Rollouts) -> tuple[int, int]:
+        """The tokens that the model wrote, and all that an update with them computes, over all processes."""
         mine = [sum(sampled_lengths(made)), sum(map(len, made.token_ids)) + sum(map(len, prompt_ids))]
         counted = torch.tensor(mine, device=self.accelerator.device)
-        completion_tokens, tokens = self.accelerator.reduce(counted, "sum").tolist()
+        sampled, computed = self.accelerator.reduce(counted, "sum").tolist()
+        return sampled, computed
+
+    def _count_tokens(self, prompt_ids: list[list[int]], made: Rollouts) -> None:
+        completion_tokens, tokens = self._tokens(prompt_ids, made)
         self.figures.counts["completion_tokens"] += completion_tokens
         self.figures.counts["tokens"] += tokens
         self.state.num_input_tokens_seen += tokens
@@ -615,6 +660,7 @@ class PolicyTrainer(GRPOTrainer):
                     *MISMATCH,
                     *ROUTING_KEYS,
                     *EPISODE_KEYS,
+                    *RESAMPLE_KEYS,
                     "canary_delta",
                     "canary_k3",
                     "sync_seconds",

@@ -104,6 +104,13 @@ def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
             f"train.loss_type is {train.loss_type} with ratios of a {train.ratio_level}: of {', '.join(LOSS)} with "
             "ratios of a token verl's counterpart is known."
         )
+    if config.rollout.resample_rounds:
+        found.append(
+            f"rollout.resample_rounds is {config.rollout.resample_rounds}: main_ppo of verl 0.9 replaces no groups. "
+            "Set it to 0."
+        )
+    if config.data.pass_rates is not None:
+        found.append("data.pass_rates is set: the export writes all problems. Write those of choice to data.path.")
     if train.kl_in_reward:
         found.append("train.kl_in_reward is true: the export knows the KL in the loss only. Leave it out.")
     if train.scale_rewards == "batch":

@@ -25,6 +25,8 @@ TRENDS = {
     "KL": "kl",
     "entropy": "entropy",
     "zero spread": "zero_spread_fraction",
+    "no signal": "no_signal_fraction",
+    "kept": "kept_fraction",
     "truncated": "truncated_fraction",
     "sampler k3": "sampler_k3",
     "eff. sample": "effective_sample_size",
@@ -36,8 +38,15 @@ TRENDS = {
 }
 # Curves that not every run has: shown once they have a value, `clip_fraction` once it is nonzero.
 OPTIONAL: tuple[str, ...] = ("heldout_accuracy", "divergence", "sampler_k3", "effective_sample_size", "clip_fraction")
-OPTIONAL += ("quant_clip_fraction", "quant_peak_ratio")
-SHARES = {"zero_spread_fraction", "clip_fraction", "truncated_fraction", "heldout_accuracy"}
+OPTIONAL += ("quant_clip_fraction", "quant_peak_ratio", "no_signal_fraction", "kept_fraction")
+SHARES = {
+    "zero_spread_fraction",
+    "no_signal_fraction",
+    "kept_fraction",
+    "clip_fraction",
+    "truncated_fraction",
+    "heldout_accuracy",
+}
 SHARE_TOP = 0.2  # minimum share represented by the highest block
 BLOCKS = "▁▂▃▄▅▆▇█"
 # A color and a shade each, so that the bar can be read without color too.

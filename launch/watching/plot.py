@@ -29,6 +29,8 @@ LINE, FAINT, SECOND = "#1f5aa6", "#b9cbe3", "#e08214"
 COLORS = ("#1f5aa6", "#e08214", "#4d9221", "#8e7cc3", "#7f7f7f", "#d6604d", "#35978f", "#b8860b")
 SHARES = {
     "zero spread": "zero_spread_fraction",
+    "no signal": "no_signal_fraction",
+    "kept": "kept_fraction",
     "truncated": "truncated_fraction",
     "clipped": "clip_fraction",
     "masked": "masked_fraction",

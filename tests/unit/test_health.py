@@ -44,6 +44,7 @@ FIRING = {
     "entropy collapse": curve(40, entropy=lambda s: 0.5 if s < 15 else 0.01),
     "KL climbing": curve(30, kl=lambda s: 0.06 if s <= 20 else 0.2),
     "no spread": rows_of(20, zero_spread_fraction=1.0, **FLAT),
+    "sampled in vain": rows_of(20, kept_fraction=0.2),
     "truncation": rows_of(20, truncated_fraction=0.3),
     "sampler mismatch": rows_of(20, sampler_k3=0.02),
     "unknown rewards": rows_of(20, masked_fraction=0.015),
@@ -59,6 +60,8 @@ QUIET = {
     "entropy collapse": curve(40, entropy=lambda s: 0.5 - 0.01 * s),
     "KL climbing": curve(45, kl=lambda s: 0.02 * s),
     "no spread": rows_of(20, zero_spread_fraction=0.9, **FLAT),
+    # Replaced groups teach, however many have no spread as they are drawn.
+    "sampled in vain": rows_of(20, kept_fraction=0.3, zero_spread_fraction=1.0, no_signal_fraction=0.1, **FLAT),
     "truncation": rows_of(20, truncated_fraction=0.2),
     "sampler mismatch": rows_of(20, sampler_k3=0.005, effective_sample_size=0.9, corrected_token_fraction=0.05),
     "unknown rewards": rows_of(20, masked_fraction=0.005),

@@ -442,7 +442,7 @@ def test_what_is_sampled_is_recorded_counted_and_followed_by_what_is_due(policy,
     )
     made.state.num_input_tokens_seen = 100
     batch = made.sample(rows)
-    expected = [("generate", [[1] * 3] * 2), ("begin", [[4] * 3]), "held out", "reference", "rewards"]
+    expected = [("generate", [[1] * 3] * 2), ("begin", [[4] * 3]), "rewards", "held out", "reference"]
     assert order == [one for one in expected if (overlap or one[0] != "begin") and (due or one != "held out")]
     assert made.recorder.ledgers == [(7, ["b", "a"])] and asked == [7]
     assert made.figures.counts == {"completion_tokens": 7 * processes, "tokens": 13 * processes}

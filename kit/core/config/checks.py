@@ -14,6 +14,7 @@ from kit.core.config import (
     optimizer_rules,
     recompute_rules,
     rollout_rules,
+    sampling_rules,
     sharding_rules,
     trl_rules,
 )
@@ -41,6 +42,7 @@ def check_config(config: Config, processes: int) -> None:
         *_sampler(config),
         *trl_rules.faults(config),
         *loss_rules.faults(config),
+        *sampling_rules.faults(config),
         *_adapter(config),
         *_lists(config),
         *_servers(config),

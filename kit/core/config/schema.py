@@ -147,6 +147,12 @@ class RolloutConfig:
         "half of the free memory",
     )
     overlap: bool = _option(False, "generate the next batch during the update: one step off-policy, corrected")
+    resample_rounds: int = _option(
+        0, "dynamic sampling: rounds per step that replace groups without signal by fresh problems; 0 = off", FROM_0
+    )
+    resample_budget: int | None = _option(
+        None, "completions per step that all rounds together may sample; null sets no limit", FROM_1
+    )
     temperature: float = _option(1.0, "sampling temperature; log-probs are computed at the same temperature", ABOVE_0)
     top_p: float = _option(1.0, "nucleus sampling; below 1 the sampler is no longer the policy", SHARE)
     top_k: int = _option(0, "0 = off", FROM_0)
@@ -289,6 +295,14 @@ class DataConfig:
         {},
         "arguments of the chat template, e.g. {enable_thinking: false}: for training, evaluation and as defaults of "
         "the merged checkpoint",
+    )
+    pass_rates: str | None = _option(
+        None, "file of measured pass rates of the training problems (python -m recipes.pass_rates)"
+    )
+    min_pass_rate: float = _option(0.0, "with pass_rates: leave out problems below this share of right answers", SHARE)
+    max_pass_rate: float = _option(1.0, "with pass_rates: leave out problems above this share of right answers", SHARE)
+    order: Literal["shuffled", "easy_first"] = _option(
+        "shuffled", "order of the training problems; easy_first: by their pass rates, the same in every pass"
     )
     max_bad_fraction: float = _option(0.0, "share of rows that may be unusable before loading fails", SHARE)
     max_train_problems: int | None = _option(None, "use only the first N training problems", FROM_1)

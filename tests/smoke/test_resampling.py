@@ -1,0 +1,178 @@
+"""Dynamic sampling by the recipe's command line: what is replaced; resumed runs repeat the uninterrupted one."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from kit.core.run_directory import RunDir
+from kit.rollout.protocol import decode_ids, encode_floats, encode_ids
+from tests import processes
+from tests.smoke.test_two_processes import fake_replica, server_keys
+
+# Eight groups of two: with a third of the answers right, every other group has equal rewards.
+KEYS = {"rollout.group_size": 2, "rollout.resample_rounds": 2, "rollout.resample_budget": 12}
+KEYS |= {"watch.completions_every": 1}
+PACKED = {"train.per_device_train_batch_size": 8, "train.gradient_accumulation_steps": 2}
+PACKED |= {"train.micro_batch_tokens": 128, "train.num_iterations": 2, "train.mask_truncated": True}
+# All of a step's line that does not depend on the clock or on memory.
+CLOCK = {"time", "seconds", "resample_seconds", "peak_gib", "rollout_tokens_per_s", "update_tokens_per_s"}
+
+
+def by_length(completions: list, **columns: Any) -> list[float]:
+    """A reward that differs where completions have different lengths."""
+    return [float(len(one[0]["content"])) for one in completions]
+
+
+@pytest.fixture(scope="module", params=["plain", "packed"])
+def whole(request, tmp_path_factory, recipe, recipe_arguments, learning_model_dir):
+    """(an uninterrupted run of six steps, its keys)."""
+    keys = KEYS | (PACKED if request.param == "packed" else {})
+    run = RunDir(tmp_path_factory.mktemp("resampled") / "run")
+    done = recipe(recipe_arguments(learning_model_dir, run.path, keys))
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    return run, keys
+
+
+def assert_equal_runs(found: RunDir, wanted: RunDir, read_jsonl: Any) -> None:
+    assert found.ledger_file.read_text() == wanted.ledger_file.read_text()
+    for one, other in zip(*(read_jsonl(run.metrics_file) for run in (found, wanted)), strict=True):
+        assert {key: one[key] for key in one.keys() - CLOCK} == {key: other[key] for key in other.keys() - CLOCK}
+    mine, theirs = (load_file(run.newest_adapter() / "adapter_model.safetensors") for run in (found, wanted))
+    assert mine.keys() == theirs.keys() and found.newest_adapter().name == wanted.newest_adapter().name
+    for name, tensor in mine.items():
+        assert tensor.equal(theirs[name]), name
+
+
+def test_the_ledger_names_what_was_drawn_kept_and_dropped_and_the_metrics_count_it(whole, read_jsonl):
+    run, keys = whole
+    entries, generating = read_jsonl(run.ledger_file), keys.get("train.num_iterations", 1)
+    metrics = {row["step"]: row for row in read_jsonl(run.metrics_file)}
+    replaced = 0
+    for step in range(1, 7, generating):
+        first, *rounds, outcome = (entry for entry in entries if entry["step"] == step)
+        drawn = [name for entry in (first, *rounds) for name in entry["problem_ids"]]
+        assert len(drawn) == len(set(drawn)) and len(rounds) <= 2 and len(first["problem_ids"]) == 8
+        trained = outcome["kept"] + outcome["without_signal"]
+        assert Counter(drawn) == Counter(trained + outcome["dropped"]) and len(trained) == 8
+        rows = read_jsonl(run.completions / f"step-{step:06d}.jsonl")
+        assert Counter(row["problem_id"] for row in rows) == Counter(trained * 2)
+        teaching = {row["problem_id"] for row in rows if row["advantage"]}
+        assert {*outcome["kept"]} <= teaching and ("train.mask_truncated" in keys or {*outcome["kept"]} == teaching)
+        row, fresh = metrics[step], len(drawn) - 8
+        assert (row["resample_rounds"], row["resampled_groups"]) == (len(rounds), fresh) and fresh * 2 <= 12
+        assert row["kept_fraction"] == pytest.approx(len(outcome["kept"]) / len(drawn))
+        assert row["no_signal_fraction"] == pytest.approx(len(outcome["without_signal"]) / 8)
+        assert (row["dropped_tokens"] > 0) == bool(fresh) and 0 < row["resample_seconds"] < row["seconds"]["step"]
+        # What is said of rewards is of the problems that the data's order drew, not of those that teach.
+        if "train.mask_truncated" not in keys:
+            assert row["zero_spread_fraction"] == pytest.approx(len(weak(rounds, outcome)) / 8)
+        replaced += fresh
+    assert replaced > 6 and (generating == 1 or metrics[2]["resample_rounds"] is None)
+
+
+def weak(rounds: list[dict], outcome: dict) -> list[str]:
+    """The problems without signal that the order of the run drew in a step."""
+    return rounds[0]["replaces"] if rounds else outcome["without_signal"]
+
+
+def test_a_resume_repeats_the_uninterrupted_run(
+    whole, tmp_path, recipe, recipe_arguments, learning_model_dir, read_jsonl
+):
+    run, keys = RunDir(shutil.copytree(whole[0].path, tmp_path / "run")), whole[1]
+    shutil.rmtree(run.checkpoints / "step-000006")
+    done = recipe(recipe_arguments(learning_model_dir, run.path, keys, ("--resume",)))
+    assert done.code == 0 and "(step 4)" in done.out, f"{done.out}\n{done.err}"
+    assert_equal_runs(run, whole[0], read_jsonl)
+
+
+def test_a_run_killed_in_a_round_and_resumed_is_the_uninterrupted_one(
+    whole, tmp_path, launch, recipe, recipe_arguments, learning_model_dir, read_jsonl
+):
+    run = RunDir(tmp_path / "run")
+    arguments = recipe_arguments(learning_model_dir, run.path, whole[1])
+    process = launch(arguments)
+    steps = [entry["step"] for entry in read_jsonl(whole[0].ledger_file) if "round" in entry and entry["step"] > 2]
+    place = f'{{"step": {steps[0]}, '
+
+    def is_in_a_round() -> bool:
+        lines = run.ledger_file.read_text().splitlines() if run.ledger_file.exists() else []
+        return any(line.startswith(place) and '"round"' in line for line in lines)
+
+    processes.wait_until(is_in_a_round, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    resumed = recipe([*arguments, "--resume"])
+    assert resumed.code == 0 and "(step 2)" in resumed.out, f"{resumed.out}\n{resumed.err}"
+    assert_equal_runs(run, whole[0], read_jsonl)
+
+
+def test_two_processes_replace_groups_that_they_share_and_a_resume_repeats_them(
+    tmp_path, recipe_arguments, learning_model_dir, read_jsonl
+):
+    """Three groups of four on two processes of six rows: the second group is on both."""
+    keys = {"rollout.resample_rounds": 3, "train.per_device_train_batch_size": 6, "watch.completions_every": 1}
+    keys |= {"train.max_steps": 4, "train.save_steps": 2, "rollout.temperature": 0.3}
+    run, again = RunDir(tmp_path / "run"), RunDir(tmp_path / "again")
+    plan = [{"arguments": recipe_arguments(learning_model_dir, run.path, keys)}]
+    plan.append({"arguments": recipe_arguments(learning_model_dir, again.path, keys, ("--resume",))})
+    plan[1] |= {"copy": [str(run.path), str(again.path)], "remove": str(again.path / "checkpoints/step-000004")}
+    more = {"recipe": "recipes.grpo_qlora", "environment": {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}}
+    (tmp_path / "plan.json").write_text(json.dumps([one | more for one in plan]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = processes.run([*command, "tests/smoke/sharded_worker.py", str(tmp_path / "plan.json")], env=environment)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
+    entries = read_jsonl(run.ledger_file)
+    assert sum("round" in entry for entry in entries) >= 2
+    for step in range(1, 5):
+        rows = read_jsonl(run.completions / f"step-{step:06d}.jsonl")
+        outcome = next(entry for entry in entries if entry["step"] == step and "kept" in entry)
+        groups = [rows[place : place + 4] for place in (0, 4, 8)]
+        for group in groups:
+            (name,) = {row["problem_id"] for row in group}
+            rewards = {row["rewards"]["math"] for row in group}
+            assert (len(rewards) > 1) == (name in outcome["kept"]) != (name in outcome["without_signal"])
+            mean = sum(row["rewards"]["math"] for row in group) / 4
+            for row in group:
+                assert row["advantage"] == pytest.approx(row["rewards"]["math"] - mean, abs=1e-6)
+    assert_equal_runs(again, run, read_jsonl)
+
+
+def test_groups_are_replaced_by_those_that_servers_sample(
+    tmp_path, recipe, recipe_arguments, tiny_model_dir, read_jsonl, request
+):
+    """The replica answers every other prompt with completions of one length, which gives no signal."""
+    replica, asked = fake_replica(tiny_model_dir), []
+    request.addfinalizer(replica.stop)
+
+    def answer(body: dict) -> dict:
+        ids = decode_ids(body["token_ids"])
+        asked.append(has_signal := sum(ids) % 2 == 0)
+        lengths = [8 + place * has_signal for place in range(body["n"])]
+        samples = [{"token_ids": encode_ids([*ids, *ids][-length:]), "finish_reason": "stop"} for length in lengths]
+        samples = [one | {"logprobs": encode_floats([-5.0] * n)} for one, n in zip(samples, lengths, strict=True)]
+        return {"version": body["version"], "samples": samples}
+
+    replica.before["generate"] = answer
+    keys = server_keys(replica) | {"train.per_device_train_batch_size": 16, "rollout.resample_rounds": 8}
+    keys |= {"reward.functions": "[tests.smoke.test_resampling:by_length]"}
+    run = RunDir(tmp_path / "run")
+    done = recipe(recipe_arguments(tiny_model_dir, run.path, keys))
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    metrics = read_jsonl(run.metrics_file)
+    assert len(asked) == sum(4 + row["resampled_groups"] for row in metrics) > 8, "a prompt is asked for once"
+    assert sum(asked) == sum(row["kept_fraction"] * (4 + row["resampled_groups"]) for row in metrics)
+    assert [row["no_signal_fraction"] for row in metrics] == [0, 0]
+    assert metrics[0]["sync_seconds"]["stage"] > 0 and metrics[0]["sampler_k3"] > 0
+    for row in metrics:
+        trained = read_jsonl(run.completions / f"step-{row['step']:06d}.jsonl")
+        assert len(trained) == 16 and len({line["rewards"]["by_length"] for line in trained}) > 1
+        assert all(line["advantage"] or line["rewards"]["by_length"] for line in trained)
+        assert {line["adapter_version"] for line in trained} == {row["step"] - 1}
