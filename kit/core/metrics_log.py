@@ -22,7 +22,8 @@ SILENT_STEPS, SILENT_S = 5, 60.0
 ENDED = ("finished", "stopped", "failed")
 LARGEST = 1e100
 WITHIN_ROLLOUT = ("wake", "sync", "sleep")  # parts of seconds.rollout with a server
-BEHIND_UPDATE = "rollout_hidden"  # not part of the step: the servers generate during the update
+# No phases of the step: the servers generate during the update, and other episodes go on while one waits for a tool.
+BESIDE = ("rollout_hidden", "environment")
 
 
 class MetricsLog:
@@ -130,7 +131,7 @@ def phases(row: dict) -> dict[str, float]:
 
     Phases that `seconds.rollout` includes are listed separately; "other" is the rest. Empty if the step has no times.
     """
-    known = {name: number(row, f"seconds.{name}") for name in group(row, "seconds") if name != BEHIND_UPDATE}
+    known = {name: number(row, f"seconds.{name}") for name in group(row, "seconds") if name not in BESIDE}
     known = {name: value for name, value in known.items() if value is not None and math.isfinite(value) and value > 0}
     whole = known.pop("step", None)
     inside = {name: known.pop(name) for name in WITHIN_ROLLOUT if name in known}

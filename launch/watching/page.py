@@ -262,6 +262,12 @@ def facts(row: dict) -> Table:
             "corrected": "corrected_token_fraction",
             "canary": "canary_delta",
         },
+        "episodes": {
+            "turns": "episode_turns",
+            "calls": "tool_calls",
+            "failed": "tool_failures",
+            "unfinished": "unfinished_fraction",
+        },
         "sync s": {part: f"sync_seconds.{part}" for part in group(row, "sync_seconds")},
         "update": {
             "loss": "loss",

@@ -314,7 +314,7 @@ def test_curves_that_a_run_does_not_have_take_no_line(tmp_path):
 
 def test_phases_add_up_to_the_step_and_the_sync_is_not_counted_twice():
     seconds = {"rollout": 3.0, "sync": 1.0, "wake": 0.5, "reward": 0.2, "heldout": 0.8, "update": 5.0, "step": 10.0}
-    found = phases({"seconds": seconds})
+    found = phases({"seconds": seconds | {"rollout_hidden": 2.0, "environment": 2.9}})
     assert found == pytest.approx(
         {"wake": 0.5, "sync": 1.0, "rollout": 1.5, "heldout": 0.8, "reward": 0.2, "update": 5.0, "other": 1.0}
     )
