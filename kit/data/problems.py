@@ -257,14 +257,14 @@ def prompt_lengths(problems: list[Problem], tokenizer: Tokenizer, data: "DataCon
 
 
 def drop_long(
-    problems: list[Problem], tokenizer: Tokenizer, data: "DataConfig", max_prompt_length: int
+    problems: list[Problem], tokenizer: Tokenizer, data: "DataConfig", max_prompt_length: int, added: int = 0
 ) -> tuple[list[Problem], int]:
     """The problems whose prompt fits in `max_prompt_length` tokens, and how many were dropped.
 
-    Prompts are never truncated: a truncated question has another answer. Raises `BadInput` if more than
+    `added` is the number of tokens that an environment's tools and first observation add to each prompt. Prompts are never truncated: a truncated question has another answer. Raises `BadInput` if more than
     `max_bad_fraction` of them are too long.
     """
-    lengths = prompt_lengths(problems, tokenizer, data)
+    lengths = [length + added for length in prompt_lengths(problems, tokenizer, data)]
     kept = [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_prompt_length]
     dropped = len(problems) - len(kept)
     if problems and (not kept or dropped > data.max_bad_fraction * len(problems)):

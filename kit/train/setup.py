@@ -186,12 +186,12 @@ def load_data(config: Config, tokenizer: Any, processes: int, runner: Any = None
 
     problems, report = read_problems(config.data, "train", gold_checks(config.reward.functions))
     note_date(config, tokenizer, problems)
-    room = config.rollout.max_prompt_length
+    added = 0
     if runner is not None:
         from kit.rollout.episodes import try_first
 
-        room -= try_first(runner, to_dataset(problems[:1], config.data)[0])
-    problems, dropped = drop_long(problems, tokenizer, config.data, room)
+        added = try_first(runner, to_dataset(problems[:1], config.data)[0])
+    problems, dropped = drop_long(problems, tokenizer, config.data, config.rollout.max_prompt_length, added)
     say(f"training problems: {report.summary()}, {dropped} too long, {len(problems):,} used")
     problems, said = select(problems, config)
     for line in said:

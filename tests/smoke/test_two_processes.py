@@ -343,3 +343,17 @@ def test_merge_takes_what_a_split_base_trained(split, kind, tmp_path):
     run = RunDir(shutil.copytree(split.run(kind).path, tmp_path / "run"))
     assert main(["--run", str(run.path), "--policy", "grpo", "--format", "bf16"]) == 0
     assert read_manifest(run.merged / "grpo" / "bf16", "checkpoint", deep=True)["retained_update"] > 0.9
+
+
+def test_episodes_run_in_every_process_and_count_as_one_step(recipe_arguments, tools_model_dir, tmp_path):
+    run = RunDir(tmp_path / "run")
+    keys = {"environment.factory": "tests.unit.episode_cases:CountingCalculator", "environment.max_turns": 3}
+    keys |= {"rollout.max_prompt_length": 100, "rollout.max_completion_length": 64, "watch.completions_every": 1}
+    done = train(recipe_arguments(tools_model_dir, run.path, KEYS | keys))
+    assert done.returncode == 0, done.stderr
+    for row in rows(run, "metrics.jsonl"):
+        sampled = rows(run, f"completions/step-{row['step']:06d}.jsonl")
+        assert len(sampled) == 16 and row["episode_turns"] == sum(len(one["turn_versions"]) for one in sampled) / 16
+        assert row["rewards"]["CountingCalculator"] == pytest.approx(row["tool_calls"])
+        # A step's processes have different problems and different turns, and learn from all of them.
+        assert len({one["problem_id"] for one in sampled}) == 4

@@ -446,6 +446,9 @@ def test_prompts_that_are_too_long_are_an_error_with_the_longest_or_dropped_unde
     file = jsonl(tmp_path / "a.jsonl", rows)
     problems = load_problems(config(file), "train")
     assert drop_long(problems, WordTokenizer(), config(file), 13) == (problems, 0)
+    assert drop_long(problems, WordTokenizer(), config(file), 33, added=20) == (problems, 0)
+    with pytest.raises(BadInput, match=r"max_prompt_length \(32 tokens\).* Set rollout.max_prompt_length to 33"):
+        drop_long(problems, WordTokenizer(), config(file), 32, added=20)
     with pytest.raises(BadInput) as error:
         drop_long(problems, WordTokenizer(), config(file), 11)
     message = str(error.value)
