@@ -261,8 +261,9 @@ def drop_long(
 ) -> tuple[list[Problem], int]:
     """The problems whose prompt fits in `max_prompt_length` tokens, and how many were dropped.
 
-    `added` is the number of tokens that an environment's tools and first observation add to each prompt. Prompts are never truncated: a truncated question has another answer. Raises `BadInput` if more than
-    `max_bad_fraction` of them are too long.
+    `added` is the number of tokens that an environment's tools and first observation add to each prompt. Prompts are
+    never truncated: a truncated question has another answer. Raises `BadInput` if more than `max_bad_fraction` of them
+    are too long.
     """
     lengths = [length + added for length in prompt_lengths(problems, tokenizer, data)]
     kept = [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_prompt_length]
