@@ -53,6 +53,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def listens(port: int) -> bool:
+    """Whether a server of this machine takes connections on `port`."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def kill_group(process: subprocess.Popen) -> None:
     """End a process and its group, when it leads one."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

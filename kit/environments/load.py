@@ -1,15 +1,13 @@
 """The environment that a configuration names, checked: no weight is loaded yet."""
 
-import inspect
-import typing
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from kit.core.config.field_types import match_type, spell_type
-from kit.core.config.schema import Config
-from kit.core.errors import BadInput, did_you_mean
+from kit.core.config.schema import Config, EnvironmentConfig
+from kit.core.errors import BadInput
 from kit.environments.episode import Environment
+from kit.environments.options import checked_options
 from kit.environments.tools import Tool
 from kit.environments.trl_contract import TrlEnvironment
 from reward import is_own
@@ -35,8 +33,8 @@ def load_environment(config: Config) -> Environment | None:
         environment = TrlEnvironment(_factories(given.factory, given.options), _tools(config), given)
     if not (config.reward.functions or environment.owns_reward):
         raise BadInput(
-            f"reward.functions is empty and {environment.name} has no reward of its own (get_reward, or a rubric): "
-            "there is nothing to learn from. Name a reward function, or give the environment a reward."
+            f"reward.functions is empty and {environment.name} has no get_reward or rubric: there is no reward to "
+            "learn from. Name a reward function, or give the environment a reward."
         )
     return environment
 
@@ -77,35 +75,19 @@ def _factories(name: str | None, options: dict[str, Any]) -> dict[str | None, Ca
     return dict(found)
 
 
-def checked_options(factory: Callable, options: dict[str, Any], key: str = "environment.options") -> dict[str, Any]:
-    """`options` converted to the types of the factory's arguments; `BadInput`, with the configuration's `key`, for an
-    unknown or missing one and for a value of another type."""
-    function = factory.__init__ if inspect.isclass(factory) else factory
-    try:
-        hints = typing.get_type_hints(function)
-    except Exception:  # of names that exist for type checkers only
-        hints = {}
-    parameters = inspect.signature(factory).parameters
-    known = [one.name for one in parameters.values() if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    checked = {}
-    for name, value in options.items():
-        if name not in known and not takes_any:
-            has = f" There are {', '.join(known)}." if known else " It takes none."
-            raise BadInput(f"{key}.{name}: unknown option.{did_you_mean(name, known, f'{key}.')}{has}")
-        hint = hints.get(name, Any)
-        matched, checked[name] = match_type(value, hint)
-        if not matched:
-            raise BadInput(f"{key}.{name} must be {spell_type(hint)}, it is {value!r:.60}.")
-    if missing := [one for one in known if parameters[one].default is inspect.Parameter.empty and one not in checked]:
-        raise BadInput(f"{key}.{missing[0]} must be set: it has no default.")
-    return checked
+def _own_code(given: EnvironmentConfig) -> str:
+    """What of an environment is the user's code: its factory, or what an adapter's options name; "" for nothing."""
+    if given.factory == "verifiers":
+        from kit.environments.verifiers import module_of
+
+        return f"{module_of(given.options['id'])}:load_environment"
+    return (given.options.get("client") if given.factory == "openenv" else given.factory) or ""
 
 
 def source_hashes(config: Config) -> dict[str, str]:
     """`source_hash` of the environment's factory, or of each if there are several, and of the tools, by name."""
     found: dict[str, str] = {}
-    named = [("environment.factory", config.environment.factory or "")]
+    named = [("environment.factory", _own_code(config.environment))]
     for key, name in [*named, *(("environment.tools", tool) for tool in config.environment.tools)]:
         if is_own(name):
             function = imported(name, key, may_be_async=True, kinds=(Mapping,))

@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import os
 import re
 import typing
 from collections import Counter
@@ -51,7 +52,7 @@ class OpenEnvironment:
         tool: str = "step",
         observation: list[str] | None = None,
         reward: Literal["sum", "last"] = "sum",
-        headers: dict[str, str] | None = None,
+        token_env: str | None = None,
     ):
         """
         url: of the server, http or ws.
@@ -62,14 +63,14 @@ class OpenEnvironment:
         tool: name of the tool, unless the environment has tools of its own.
         observation: fields that the model reads; null: all.
         reward: the sum of an episode's rewards, or the last.
-        headers: sent with every request, such as Authorization.
+        token_env: environment variable whose value is sent as a bearer token, for a private server.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https", "ws", "wss") or not parts.netloc:
             raise BadInput(f"{KEY}.url is {url!r}, not an address such as http://127.0.0.1:8000.")
         if action == "tool" and field is not None:
             raise BadInput(f"{KEY}.field is {field!r}, which only `action: text` uses. Set {KEY}.action: text.")
-        self.url, self.headers, self.settings = url.rstrip("/"), headers or {}, settings
+        self.url, self.headers, self.settings = url.rstrip("/"), _authorization(token_env), settings
         self.observed, self.reward_of = observation, reward
         self._package = _package()
         self._client, self._action_type = _client_class(client, self._package)
@@ -291,10 +292,10 @@ class OpenEnvEpisode:
         known = [tool["function"]["name"] for tool in self.tools]
         if name not in known:
             self.failures["unknown_tool"] += 1
-            return f"error: there is no tool {name!r}. There are {', '.join(known)}."
+            return _error(f"there is no tool {name!r}, there are {', '.join(known)}")
         if not isinstance(arguments, dict):
             self.failures["arguments"] += 1
-            return "error: the arguments are not a JSON object."
+            return _error("the arguments are not a JSON object")
         return await self._step(name, arguments)
 
     async def _step(self, name: str, arguments: dict[str, Any]) -> str:
@@ -337,7 +338,7 @@ class OpenEnvEpisode:
         self.failures[reason] += 1
         if reason == "raised" and self._environment.settings.on_tool_error == "unknown":
             raise UnknownEpisode(reason, text)
-        return f"error: {text}"
+        return _error(text)
 
 
 def _package() -> ModuleType:
@@ -351,6 +352,14 @@ def _package() -> ModuleType:
             "environment that has it beside everything a run needs: start the run with .venv-openenv/bin/python."
         ) from None
     return package
+
+
+def _authorization(variable: str | None) -> dict[str, str]:
+    if variable is None:
+        return {}
+    if not os.environ.get(variable):
+        raise BadInput(f"{KEY}.token_env is {variable!r}, and that environment variable is not set.")
+    return {"Authorization": f"Bearer {os.environ[variable]}"}
 
 
 def _client_class(name: str | None, package: ModuleType) -> tuple[type, Any]:
@@ -442,6 +451,11 @@ def _is_json(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _error(text: str) -> str:
+    """What the model reads of a failed call, as TRL writes it."""
+    return str({"error": text})
 
 
 def _reported(error: BaseException) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from kit.core.config.schema import EnvironmentConfig
 from kit.core.errors import BadInput, CheckFailed, KitError
 from kit.environments.episode import Message, UnknownEpisode
 from kit.environments.event_loop import EventLoop
-from kit.environments.load import checked_options
+from kit.environments.options import checked_options
 from kit.environments.tools import ToolFailed, call_tool
 from reward.own import imported
 
@@ -49,7 +49,7 @@ class VerifiersEnvironment:
         id: of the environment: its module, installed or in the directory where the run starts, has `load_environment`.
         args: keyword arguments of `load_environment`.
         """
-        self.settings, self.name = settings, _module(id)
+        self.settings, self.name = settings, module_of(id)
         self.verifiers = load(id, args or {})
         self.loop = EventLoop("verifiers")
         self.client = _client_class()
@@ -224,7 +224,7 @@ class VerifiersEpisode:
 def load(id: str, args: dict[str, Any]) -> Any:
     """The environment `id` of verifiers; `BadInput` if it cannot be loaded or no run can train on its kind."""
     package = _package()
-    function = imported(f"{_module(id)}:load_environment", f"{KEY}.id")
+    function = imported(f"{module_of(id)}:load_environment", f"{KEY}.id")
     args = checked_options(function, args, f"{KEY}.args")
     with _own_signals():
         try:
@@ -274,7 +274,7 @@ def _package() -> ModuleType:
     return package
 
 
-def _module(id: str) -> str:
+def module_of(id: str) -> str:
     """The module of an environment, as verifiers names it."""
     return id.replace("-", "_").split("/")[-1]
 

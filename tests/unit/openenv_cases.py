@@ -1,7 +1,6 @@
 """The adapter for OpenEnv against servers of the package itself; run by .venv-openenv (tests/unit/test_openenv.py)."""
 
 import asyncio
-import socket
 import subprocess
 import sys
 import time
@@ -98,20 +97,20 @@ def test_a_turn_without_a_call_ends_the_episode_with_what_it_has_earned(start):
 def test_what_the_model_does_wrong_is_told_it_whatever_tool_errors_are(start):
     for on_tool_error in ("observe", "unknown"):
         episode = start(limits=settings(on_tool_error=on_tool_error))
-        assert said(episode, call("stop")) == "error: there is no tool 'stop'. There are step."
-        assert said(episode, call(number="five")) == "error: 'five' is not of type 'integer'"
-        assert said(episode, call()) == "error: 'number' is a required property"
+        assert said(episode, call("stop")) == str({"error": "there is no tool 'stop', there are step"})
+        assert said(episode, call(number="five")) == str({"error": "'five' is not of type 'integer'"})
+        assert said(episode, call()) == str({"error": "'number' is a required property"})
         assert "'nr' was unexpected" in said(episode, call(number=1, nr=2))
         wrong = call()
         wrong["tool_calls"][0]["function"]["arguments"] = "[1"
-        assert said(episode, wrong) == "error: the arguments are not a JSON object."
+        assert said(episode, wrong) == "{'error': 'the arguments are not a JSON object'}"
         assert episode.failures == {"unknown_tool": 1, "arguments": 4}
         assert said(episode, call(number=1)) == "higher", "the session goes on"
 
 
 def test_an_environment_that_raises_is_told_the_model_or_makes_the_episode_unknown(start):
     episode = start()
-    assert said(episode, call(number=0)) == "error: zero was never an option"
+    assert said(episode, call(number=0)) == "{'error': 'zero was never an option'}", "as TRL says it"
     assert said(episode, call(number=1)) == "higher"
     assert episode.failures == {"raised": 1}
     with pytest.raises(UnknownEpisode, match="zero was never an option") as caught:
@@ -142,12 +141,8 @@ def test_a_step_that_takes_too_long_makes_its_episode_unknown_and_no_other_wait(
 def test_a_server_that_dies_makes_its_episodes_unknown_even_if_it_comes_back():
     port = processes.free_port()
 
-    def listens():
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
     with subprocess.Popen([sys.executable, "-m", "tests.unit.openenv_servers", "guess", str(port)]) as server:
-        processes.wait_until(listens, server)
+        processes.wait_until(lambda: processes.listens(port), server)
         environment = OpenEnvironment(settings(), url=f"http://127.0.0.1:{port}")
         episode = environment.start(ROW)
         assert said(episode, call(number=1)) == "higher"
@@ -240,6 +235,7 @@ BAD = {
     "field without text": ({"field": "number"}, "only `action: text` uses"),
     "unknown field": ({"action": "text", "field": "word"}, "no field 'word', it has number"),
     "two fields": ({"server": "calculator", "action": "text", "field": "type"}, "also requires tool_name"),
+    "no token": ({"token_env": "OPENENV_TOKEN"}, "token_env is 'OPENENV_TOKEN', and that environment variable is not"),
     "no client": ({"client": "json:dumps"}, "'json:dumps' is no subclass of openenv's EnvClient"),
     "no module": ({"client": "nowhere:Client"}, "cannot be imported"),
 }

@@ -1,4 +1,4 @@
-"""Environments on openenv's own server: a module that .venv-openenv runs, with a name and a port."""
+"""Environments on openenv's own server: a module that .venv-openenv runs, with a name, a port and its sessions."""
 
 import sys
 import threading
@@ -19,6 +19,8 @@ from openenv.core import (
 from openenv.core.client_types import StepResult
 from openenv.core.env_server.mcp_environment import MCPEnvironment
 from pydantic import Field
+
+from recipes.environments import calculator
 
 SESSIONS = 4
 
@@ -76,6 +78,20 @@ class GuessClient(EnvClient[Guess, Answer, State]):
         return State(**payload)
 
 
+class Arithmetic(GuessEnvironment):
+    """recipes/environments/calculator.py, which earns nothing."""
+
+    def reset(self, seed=None, **columns):
+        return Answer()
+
+    def step(self, action, timeout_s=None, **kwargs):
+        return Answer(hint=calculator.Calculator().calculate(action.expression))
+
+
+class Expression(Action):
+    expression: str
+
+
 class Unrewarded(GuessEnvironment):
     def step(self, action, timeout_s=None, **kwargs):
         return Answer(hint="over", done=True)
@@ -127,6 +143,7 @@ class Calculator(MCPEnvironment):
 
 KINDS = {
     "guess": (GuessEnvironment, Guess, Answer),
+    "arithmetic": (Arithmetic, Expression, Answer),
     "unrewarded": (Unrewarded, Guess, Answer),
     "echo": (Echo, Words, Answer),
     "calculator": (Calculator, CallToolAction, CallToolObservation),
@@ -134,9 +151,9 @@ KINDS = {
 }
 
 
-def serve(name: str, port: int) -> uvicorn.Server:
+def serve(name: str, port: int, sessions: int = SESSIONS) -> uvicorn.Server:
     """A server of openenv in a thread, once it answers."""
-    app = create_fastapi_app(*KINDS[name], max_concurrent_envs=SESSIONS)
+    app = create_fastapi_app(*KINDS[name], max_concurrent_envs=sessions)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical"))
     threading.Thread(target=server.run, daemon=True).start()
     while not server.started:
@@ -145,5 +162,5 @@ def serve(name: str, port: int) -> uvicorn.Server:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]))
+    serve(sys.argv[1], *map(int, sys.argv[2:]))
     threading.Event().wait()

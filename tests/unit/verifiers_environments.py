@@ -6,6 +6,8 @@ import time
 import verifiers as vf
 from datasets import Dataset
 
+from recipes.environments.calculator import Calculator
+
 CLEANED: list[str] = []
 ROWS = [{"question": f"What is {number} plus {number}?", "answer": str(2 * number)} for number in (1, 2, 3)]
 
@@ -103,6 +105,9 @@ def load_environment(kind: str = "single"):
         raise ValueError("no such difficulty")
     if kind == "tool":
         return vf.ToolEnv(tools=[add, sleep], rubric=vf.Rubric(funcs=[right]), max_turns=4, **common)
+    if kind == "calculator":
+        form = {"error_formatter": lambda error: str({"error": str(error)})}
+        return vf.ToolEnv(tools=[Calculator().calculate], **form, **common)
     if kind in GUESSING:
         return GUESSING[kind](rubric=vf.Rubric(funcs=[found]), **common)
     if kind == "several":
