@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -109,9 +110,15 @@ def read_problems(
         raise BadInput(f"unknown split {split!r}: use 'train' or 'eval'.")
     if data.answer_format not in ANSWER_FORMATS:
         raise BadInput(f"data.answer_format is {data.answer_format!r}: use one of {', '.join(ANSWER_FORMATS)}.")
+    if data.answer_column is None and data.answer_format != "any":
+        raise BadInput(
+            f"data.answer_column is null and data.answer_format {data.answer_format}, which reads it. Without "
+            "references set data.answer_format to any."
+        )
     report = LoadReport()
     problems: list[Problem] = []
     seen: dict[str, Problem] = {}  # by question, or messages as JSON
+    repeats: Counter[str] = Counter()
     columns_checked = False
     for row in _rows(data, split):
         report.rows += 1
@@ -126,6 +133,8 @@ def read_problems(
         key = problem.question if problem.messages is None else json.dumps(problem.messages)
         if (known := seen.setdefault(key, problem)) is problem:
             problems.append(problem)
+        elif data.repeated_questions == "keep":
+            problems.append(_repeated(problem, repeats))
         else:
             report.duplicates.append(f"{problem.source} repeats {known.source}")
             if known.gold != problem.gold:
@@ -140,6 +149,14 @@ def read_problems(
     _check_bad(report, data, split)
     limit = data.max_train_problems if split == "train" else data.max_eval_problems
     return problems[:limit], report
+
+
+def _repeated(problem: Problem, repeats: Counter[str]) -> Problem:
+    """The problem with an id that its other columns decide, and for equal rows their number."""
+    row = json.dumps([problem.id, problem.columns], sort_keys=True, default=str)
+    repeats[row] += 1
+    digest = hashlib.blake2b(json.dumps([row, repeats[row]]).encode(), digest_size=8).hexdigest()
+    return replace(problem, id=digest)
 
 
 def _unreadable(name: str, check: GoldCheck, golds: list[str]) -> dict[int, str]:
@@ -287,12 +304,12 @@ def _problem(row: Row, data: "DataConfig") -> tuple[Problem | None, str]:
     for column in question_columns:
         if column not in row.value:
             return None, f"no column {column!r}"
-    if not _has(row.value, data.answer_column):
+    if data.answer_column is not None and not _has(row.value, data.answer_column):
         return None, f"no column {data.answer_column!r}"
     question, messages, error = _question([row.value[column] for column in question_columns], data)
     if error:
         return None, error
-    answer = _value(row.value, data.answer_column)
+    answer = "" if data.answer_column is None else _value(row.value, data.answer_column)
     if data.answer_format in CODE_FORMATS:
         gold, error = gold_from_row({**row.value, data.answer_column: answer}, data.answer_format, data.answer_column)
     else:
@@ -613,7 +630,7 @@ def _check_columns(row: Row, data: "DataConfig") -> None:
     """Raise `BadInput` for a column that the first row lacks: that is a wrong name in the config, not a bad row."""
     columns = [("question_column", name) for name in _question_columns(row.value, data.question_column)]
     for key, name in (*columns, ("answer_column", data.answer_column)):
-        if not (name in row.value if key == "question_column" else _has(row.value, name)):
+        if name is not None and not (name in row.value if key == "question_column" else _has(row.value, name)):
             raise BadInput(
                 f"{row.source} has no column {name!r}; it has {', '.join(map(str, row.value)) or 'none'}. "
                 f"Set data.{key}{_nearest(name, list(row.value))}."

@@ -33,8 +33,8 @@ def load_environment(config: Config) -> Environment | None:
         environment = TrlEnvironment(_factories(given.factory, given.options), _tools(config), given)
     if not (config.reward.functions or environment.owns_reward):
         raise BadInput(
-            f"reward.functions is empty and {environment.name} has no get_reward or rubric: there is no reward to "
-            "learn from. Name a reward function, or give the environment a reward."
+            f"reward.functions is empty and {environment.name} has no reward of its own (get_reward, or a rubric): "
+            "there is no reward to learn from. Name a reward function, or give the environment a reward."
         )
     return environment
 

@@ -264,7 +264,8 @@ class OpenEnvEpisode:
             messages.append({"role": "user", "content": text})
         for call in reply.get("tool_calls") or [] if self.tools else []:
             if not self.done:
-                name, arguments = call["function"]["name"], call["function"]["arguments"]
+                function = call.get("function", call)
+                name, arguments = function["name"], function["arguments"]
                 messages.append({"role": "tool", "name": name, "content": await self._call(name, arguments)})
         return [] if self.done else messages
 

@@ -100,7 +100,7 @@ class VerifiersEpisode:
         known = {tool["function"]["name"] for tool in self.tools or ()}
         for call in reply.get("tool_calls") or []:
             self.tool_calls += 1
-            if call["function"]["name"] not in known:
+            if call.get("function", call)["name"] not in known:
                 self.failures["unknown_tool"] += 1
         return await self._environment.loop.join(self._answer(reply))
 
@@ -376,13 +376,10 @@ def _client_class() -> Callable[[VerifiersEpisode], Any]:
 def _response(reply: Message, place: int, is_cut: bool) -> Any:
     """A turn of the model as verifiers has it. `place` is the number of its message, for the names of its calls."""
     types = importlib.import_module("verifiers.types")
+    functions = [call.get("function", call) for call in reply.get("tool_calls") or []]
     calls = [
-        types.ToolCall(
-            id=f"call_{place}_{number}",
-            name=call["function"]["name"],
-            arguments=json.dumps(call["function"]["arguments"]),
-        )
-        for number, call in enumerate(reply.get("tool_calls") or [])
+        types.ToolCall(id=f"call_{place}_{number}", name=one["name"], arguments=json.dumps(one["arguments"]))
+        for number, one in enumerate(functions)
     ]
     message = types.ResponseMessage(
         content=reply.get("content") or "",

@@ -225,6 +225,23 @@ def test_repeated_questions_are_kept_once_and_counted(tmp_path):
     assert report.summary() == "4 rows, 0 bad, 1 repeated questions"
 
 
+def test_rows_of_one_question_are_problems_of_their_own_if_asked_for(tmp_path):
+    rows = [{"prompt": "Play.", "seed": seed} for seed in (1, 2, 2, 3)]
+    keys = {"repeated_questions": "keep", "answer_column": None, "question_column": "prompt", "answer_format": "any"}
+    problems, report = read_problems(config(jsonl(tmp_path / "a.jsonl", rows), **keys), "train")
+    assert [problem.columns["seed"] for problem in problems] == [1, 2, 2, 3] and problems[0].gold == ""
+    assert len({problem.id for problem in problems}) == 4 and report.duplicates == []
+    once = read_problems(config(jsonl(tmp_path / "a.jsonl", rows[:1]), **keys), "train")[0]
+    assert once[0].id == problems[0].id, "the first one has the id of a question that is not repeated"
+    moved = read_problems(config(jsonl(tmp_path / "b.jsonl", [rows[0], rows[3], rows[1]]), **keys), "train")[0]
+    assert [problem.id for problem in moved] == [problems[place].id for place in (0, 3, 1)], "whatever their order"
+
+
+def test_a_format_that_reads_the_answer_needs_its_column(tmp_path):
+    file = jsonl(tmp_path / "train.jsonl", ROWS)
+    assert "answer_column is null and data.answer_format plain" in bad_input(config(file, answer_column=None))
+
+
 def test_one_question_with_two_answers_is_a_bad_row(tmp_path):
     file = jsonl(tmp_path / "train.jsonl", [*ROWS, {"question": "1+1?", "answer": "3"}])
     assert f"{file}:4: same question as {file}:1, other answer '3'" in bad_input(config(file))

@@ -38,6 +38,7 @@ def test_an_environment_may_be_given_as_text(tmp_path):
         ({"factory": "calculator"}, "environment.factory is 'calculator'. Write it as module:callable"),
         ({"tools": "[pyhton]"}, "environment.tools names 'pyhton'. Write it as module:function, or use python"),
         ({"max_turns": 3}, "environment.max_turns is set and there is no environment"),
+        ({"factory": "openenv", "tools": "[a:b]"}, "openenv, whose environments bring their own tools, and environ"),
         ({"tools": "[a:b]", "options": "{a: 1}"}, "environment.options are for environment.factory"),
         ({"factory": "a:B", "max_turns": 0}, "environment.max_turns (0) must be at least 1"),
         (

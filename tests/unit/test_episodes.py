@@ -9,6 +9,7 @@ import pytest
 
 from kit.core.errors import BadInput, CheckFailed
 from kit.environments.episode import UnknownEpisode
+from kit.environments.trl_contract import TrlEpisode
 from kit.rollout.episodes import DONE, LENGTH, TURNS, UNKNOWN, EpisodeResult, Lockstep, rollouts_of, try_first
 from kit.rollout.policy_view import Report
 from tests.unit.episode_cases import HERE, PROMPT, Script, call, play, runner, tokenizer
@@ -33,6 +34,20 @@ def test_an_episode_ends_at_its_limits(keys, turns, end):
     assert (one.turns, one.end, one.is_truncated) == (turns, end, end == LENGTH)
     assert len(one.completion_ids) == len(one.sampled) <= keys.get("rollout__max_completion_length", 2000)
     assert one.sampled[-1] == 1 and one.unknown is None
+
+
+def test_a_turn_that_a_limit_cuts_off_is_given_to_the_episode_and_no_other_one(monkeypatch):
+    cut = []
+
+    async def note(self, reply):
+        cut.append(reply["content"])
+
+    monkeypatch.setattr(TrlEpisode, "cut_off", note)
+    texts = [["1 2 3 4 5 6 7 8 9" + END], ["1" + END], [ADD, ADD, ADD]]
+    results = play(runner(factory=f"{HERE}:Counter", max_turn_tokens=8), texts[:2])
+    assert [one.end for one in results] == [LENGTH, DONE] and len(cut) == 1 and cut[0].startswith("1 2")
+    (one,) = play(runner(factory=f"{HERE}:Counter", max_turns=1), texts[2:])
+    assert one.end == TURNS and len(cut) == 1, "a turn that is whole was answered"
 
 
 def test_a_turn_gets_what_is_left_of_the_episode_and_no_more_than_its_own_limit():

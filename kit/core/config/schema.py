@@ -279,15 +279,18 @@ class DataConfig:
         "column of the problem: text, or messages [{role, content}]; Body+Question joins two texts; without this "
         "column, prompt is taken",
     )
-    answer_column: str = _option(
+    answer_column: str | None = _option(
         "answer",
         "column of the reference answer, or a path such as reward_model.ground_truth; without this column, solution "
-        "or reward_model.ground_truth is taken",
+        "or reward_model.ground_truth is taken; null, with answer_format any: there is none",
     )
     answer_format: Literal["gsm8k", "boxed", "plain", "countdown", "code", "mbpp", "humaneval", "any"] = _option(
         "plain",
         "where the answer is: #### 42, \\boxed{42}, 42; for code, the format of the tests (reward/code_gold.py); "
         "any: the column as it is, for a reward function that reads it",
+    )
+    repeated_questions: Literal["drop", "keep"] = _option(
+        "drop", "rows whose question came before; keep: they are problems of their own, with columns that differ"
     )
     system_prompt: str | None = _option(None, "system message; null sends none")
     prompt_suffix: str = _option("", "appended to every question")
