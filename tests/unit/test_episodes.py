@@ -172,12 +172,12 @@ def generator(made, texts, batches):
 
 def test_lockstep_generates_for_all_live_episodes_together_and_in_order():
     made, batches = runner(factory=f"{HERE}:Counter"), []
-    waits = [0.2, 0.0, 0.1]
-    texts = [[call("wait", seconds=s) + END] * n + [f"{n}{END}"] for n, s in enumerate(waits)]
+    waits = [(0.2, 2), (0.1, 2), (0.0, 1)]  # the last episodes are the first to wait for a turn
+    texts = [[call("wait", seconds=s) + END] * calls + [f"{n}{END}"] for n, (s, calls) in enumerate(waits)]
     rows = [{"prompt": PROMPT, "gold": "0"} for _ in texts]
     results = made.sample_here(rows, generator(made, texts, batches), 7, [2])
     assert [one.messages[-1]["content"] for one in results] == ["0", "1", "2"]
-    assert batches == [3, 2, 1] and {v for one in results for v in one.versions} == {7}
+    assert batches == [3, 3, 2] and {v for one in results for v in one.versions} == {7}
     assert all(one.logps is None for one in results)
 
 

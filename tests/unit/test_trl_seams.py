@@ -99,6 +99,12 @@ def test_trls_buffer_is_the_one_that_the_kit_fills():
     assert [*map(source.index, order)] == sorted(map(source.index, order))
 
 
+def test_the_longest_turn_is_set_in_trls_generation_config():
+    source = inspect.getsource(GRPOTrainer._generate_single_turn)
+    assert "**generate_inputs, generation_config=self.generation_config" in source
+    assert '"max_new_tokens": self.max_completion_length' in SOURCE
+
+
 def test_every_setting_that_trls_loss_reads_is_one_of_the_kits_or_refused():
     read = set(re.findall(r"self\.args\.(\w+)", inspect.getsource(GRPOTrainer._compute_loss)))
     adaptive = {"entropy_target", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min"}
