@@ -46,8 +46,10 @@ class OwnSampler:
     def run_episodes(
         self, policy: PolicyView, rows: list[dict], group: int | None = None
     ) -> tuple[list[EpisodeResult], Report]:
-        """Run an episode on each row, turn by turn in lockstep. Each turn computes its whole prefix again; servers keep
-        theirs (vLLM's prefix cache)."""
+        """Run an episode on each row, turn by turn in lockstep.
+
+        Each turn computes its whole prefix again; servers keep theirs (vLLM's prefix cache).
+        """
         with self._ready(policy) as noise:
             results = self.episodes.sample_here(rows, self._turns, policy.version, policy.stop_token_ids)
         return results, Report(noise, {})
