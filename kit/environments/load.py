@@ -34,7 +34,7 @@ def load_environment(config: Config) -> Environment | None:
     if not (config.reward.functions or environment.owns_reward):
         raise BadInput(
             f"reward.functions is empty and {environment.name} has no reward of its own (get_reward, or a rubric): "
-            "there is no reward to learn from. Name a reward function, or give the environment a reward."
+            "there is nothing to learn from. Name a reward function, or give the environment a reward."
         )
     return environment
 
