@@ -15,6 +15,7 @@ from kit.core.run_directory import RunDir
 from kit.rollout.protocol import decode_ids, encode_floats, encode_ids
 from tests import processes
 from tests.smoke.test_two_processes import fake_replica, server_keys
+from tests.unit.episode_cases import HERE
 
 # Eight groups of two: with a third of the answers right, every other group has equal rewards.
 KEYS = {"rollout.group_size": 2, "rollout.resample_rounds": 2, "rollout.resample_budget": 12}
@@ -40,10 +41,11 @@ def whole(request, tmp_path_factory, recipe, recipe_arguments, learning_model_di
     return run, keys
 
 
-def assert_equal_runs(found: RunDir, wanted: RunDir, read_jsonl: Any) -> None:
+def assert_equal_runs(found: RunDir, wanted: RunDir, read_jsonl: Any, but: set[str] | None = None) -> None:
     assert found.ledger_file.read_text() == wanted.ledger_file.read_text()
     for one, other in zip(*(read_jsonl(run.metrics_file) for run in (found, wanted)), strict=True):
-        assert {key: one[key] for key in one.keys() - CLOCK} == {key: other[key] for key in other.keys() - CLOCK}
+        kept = one.keys() - CLOCK - (but or set())
+        assert {key: one[key] for key in kept} == {key: other[key] for key in kept}
     mine, theirs = (load_file(run.newest_adapter() / "adapter_model.safetensors") for run in (found, wanted))
     assert mine.keys() == theirs.keys() and found.newest_adapter().name == wanted.newest_adapter().name
     for name, tensor in mine.items():
@@ -162,7 +164,7 @@ def test_groups_are_replaced_by_those_that_servers_sample(
 
     replica.before["generate"] = answer
     keys = server_keys(replica) | {"train.per_device_train_batch_size": 16, "rollout.resample_rounds": 8}
-    keys |= {"reward.functions": "[tests.smoke.test_resampling:by_length]"}
+    keys |= {"reward.functions": "[tests.smoke.test_resampling:by_length]", "reward.options": "{}"}
     run = RunDir(tmp_path / "run")
     done = recipe(recipe_arguments(tiny_model_dir, run.path, keys))
     assert done.code == 0, f"{done.out}\n{done.err}"
@@ -173,6 +175,27 @@ def test_groups_are_replaced_by_those_that_servers_sample(
     assert metrics[0]["sync_seconds"]["stage"] > 0 and metrics[0]["sampler_k3"] > 0
     for row in metrics:
         trained = read_jsonl(run.completions / f"step-{row['step']:06d}.jsonl")
-        assert len(trained) == 16 and len({line["rewards"]["by_length"] for line in trained}) > 1
-        assert all(line["advantage"] or line["rewards"]["by_length"] for line in trained)
+        for place in range(0, 16, 4):
+            assert len({line["advantage"] for line in trained[place : place + 4]}) > 1, "every group teaches"
         assert {line["adapter_version"] for line in trained} == {row["step"] - 1}
+
+
+def test_groups_of_episodes_are_replaced_and_a_resume_repeats_them(
+    tmp_path, recipe, recipe_arguments, tools_model_dir, read_jsonl
+):
+    """The calculator pays for its calls; two episodes of a group often make as many."""
+    keys = {"environment.factory": f"{HERE}:CountingCalculator", "environment.max_turns": 3, "rollout.group_size": 2}
+    keys |= {"rollout.max_prompt_length": 100, "rollout.max_completion_length": 64, "rollout.resample_rounds": 2}
+    keys |= {"train.save_steps": 1, "watch.completions_every": 1}
+    whole, again = RunDir(tmp_path / "run"), RunDir(tmp_path / "again")
+    for run, steps, flags in ((whole, 3, ()), (again, 2, ()), (again, 3, ("--resume",))):
+        done = recipe(recipe_arguments(tools_model_dir, run.path, keys | {"train.max_steps": steps}, flags))
+        assert done.code == 0, f"{done.out}\n{done.err}"
+    assert_equal_runs(again, whole, read_jsonl, but={"total_steps"})
+    metrics = read_jsonl(whole.metrics_file)
+    assert sum(row["resampled_groups"] for row in metrics) > 3 and any(row["grad_norm"] > 0 for row in metrics)
+    for row in metrics:
+        rows = read_jsonl(whole.completions / f"step-{row['step']:06d}.jsonl")
+        teaching = {one["problem_id"] for one in rows if one["advantage"]}
+        assert len(rows) == 16 and len(teaching) == round(8 * (1 - row["no_signal_fraction"]))
+        assert all(one["turn_versions"] and set(one["turn_versions"]) == {row["step"] - 1} for one in rows)
