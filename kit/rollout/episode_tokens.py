@@ -11,6 +11,7 @@ from kit.core.chat import token_ids
 from kit.core.errors import BadInput
 from kit.environments.episode import Message
 
+CHARACTERS = 64  # that a token stands for, at most; longer ones are runs of spaces
 _USER: Message = {"role": "user", "content": "dummy"}
 
 
@@ -109,15 +110,23 @@ class EpisodeTokens:
             return parse_response(self.tokenizer, ids, prefix=before, tools=tools)
         return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
 
-    def cut(self, message: Message, most: int | None) -> Message:
-        """The message with at most `most` tokens of text, and a note if that is not all of it."""
+    def cut(self, message: Message, most: int | None, longest: int) -> Message:
+        """The message with at most `most` tokens of text, and a note if that is not all of it.
+
+        Text that no `longest` tokens can hold is cut without a note: it ends the episode.
+        """
         text = message.get("content")
-        if most is None or not isinstance(text, str):
+        if not isinstance(text, str):
             return message
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) <= most:
+        # Megabytes would take the tokenizer seconds, and every other episode waits for them.
+        start = text[: CHARACTERS * (most or longest)]
+        if most is None:
+            return message | {"content": start}
+        ids = self.tokenizer(start, add_special_tokens=False)["input_ids"]
+        if len(ids) <= most and len(start) == len(text):
             return message
-        return message | {"content": f"{self.tokenizer.decode(ids[:most])} [cut: {most} of {len(ids)} tokens]"}
+        shown = self.tokenizer.decode(ids[:most])
+        return message | {"content": f"{shown} [cut: {len(shown)} of {len(text)} characters]"}
 
     def _ids(self, messages: list[Message], **form: Any) -> list[int]:
         if self.template is not None:

@@ -190,7 +190,7 @@ class EpisodeRunner:
                 return DONE
             if result.turns == limits.max_turns:
                 return TURNS
-            answer = [self.tokens.cut(message, limits.max_observation_tokens) for message in answer]
+            answer = [self.tokens.cut(message, limits.max_observation_tokens, longest) for message in answer]
             ids = self._rendered(answer)
             if len(result.completion_ids) + len(ids) > longest:
                 return LENGTH

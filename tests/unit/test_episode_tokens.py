@@ -159,6 +159,6 @@ def test_a_template_that_changes_what_came_before_is_replaced_by_trls():
 def test_a_long_answer_is_cut_and_says_so(most):
     tokens = EpisodeTokens(tokenizer(), {}, True)
     message = {"role": "tool", "name": "add", "content": "1234567890"}
-    found = tokens.cut(message, most)["content"]
-    expected = {1: "1 [cut: 1 of 10 tokens]", 5: "12345 [cut: 5 of 10 tokens]"}
+    found = tokens.cut(message, most, 40)["content"]
+    expected = {1: "1 [cut: 1 of 10 characters]", 5: "12345 [cut: 5 of 10 characters]"}
     assert found == expected.get(most, "1234567890")

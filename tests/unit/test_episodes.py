@@ -12,6 +12,7 @@ from kit.environments.episode import UnknownEpisode
 from kit.environments.trl_contract import TrlEpisode
 from kit.rollout.episodes import DONE, LENGTH, TURNS, UNKNOWN, EpisodeResult, Lockstep, rollouts_of, try_first
 from kit.rollout.policy_view import Report
+from tests.unit import episode_cases
 from tests.unit.episode_cases import HERE, PROMPT, Script, call, play, runner, tokenizer
 
 END = "<|im_end|>"
@@ -71,8 +72,21 @@ def test_an_answer_that_fills_the_episode_ends_it_without_another_turn():
 def test_a_long_answer_is_cut_in_the_tokens_too():
     texts = [[call("fail") + END, "0" + END]]
     (one,) = play(runner(factory=f"{HERE}:Counter", max_observation_tokens=3), texts)
-    assert one.messages[1]["content"].endswith("[cut: 3 of 18 tokens]") or "[cut: 3 of" in one.messages[1]["content"]
-    assert "[cut: 3 of" in tokenizer().decode(one.completion_ids)
+    whole = str({"error": "no such thing"})
+    shown, _, note = one.messages[1]["content"].partition(" [cut: ")
+    assert whole.startswith(shown) and len(tokenizer()(shown)["input_ids"]) == 3
+    assert note == f"{len(shown)} of {len(whole)} characters]"
+    assert f"{shown} [cut: {note}" in tokenizer().decode(one.completion_ids)
+
+
+@pytest.mark.parametrize("most", ["null", 20])
+def test_an_answer_of_megabytes_holds_up_nobody(most, monkeypatch):
+    made = runner(factory=f"{HERE}:Counter", max_observation_tokens=most)
+    monkeypatch.setattr(episode_cases.Counter, "add", lambda self, number: "the same words " * 1_000_000)
+    started = time.monotonic()
+    (one,) = play(made, [[ADD, "1" + END]])
+    assert time.monotonic() - started < 2
+    assert (one.end, one.turns) == ((LENGTH, 1) if most == "null" else (DONE, 2))
 
 
 def test_slow_tools_hold_up_their_own_episodes_only():
