@@ -105,5 +105,7 @@ def test_a_batch_says_which_tokens_were_sampled():
 
 
 def test_completions_record_messages_versions_and_how_an_episode_ended():
-    assert recorded(RESULTS[0]) == {"messages": [], "turn_versions": [4, 5], "end": DONE}
-    assert recorded(RESULTS[3])["unknown"] == "server"
+    own = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
+    text = "1 2 10 11 12 13 14"
+    assert recorded(RESULTS[0], own) == {"messages": [], "turn_versions": [4, 5], "end": DONE, "text": text}
+    assert recorded(RESULTS[3], own).items() >= {"unknown": "server", "told": "it is down"}.items()
