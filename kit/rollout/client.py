@@ -42,7 +42,7 @@ class ServerRollout:
         self.config, self.tokenizer, self.run, self.episodes = config, tokenizer, run, episodes
         rollout = config.rollout
         self.context = rollout.max_prompt_length + rollout.max_completion_length
-        self.replicas = [Replica(url, rollout.request_timeout_s, rollout.max_in_flight) for url in rollout.server_urls]
+        self.replicas = [Replica(url, rollout.request_timeout_s) for url in rollout.server_urls]
         self.sync = AdapterSync(self.replicas, config, run)
         self._ahead: Ahead | None = None
         self._infos: dict[str, Info] = {}

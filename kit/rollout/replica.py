@@ -101,16 +101,20 @@ class Replica:
     API key is read from VLLM_API_KEY, as on the server.
     """
 
-    def __init__(self, url: str, timeout_s: float, connections: int = 256):
+    def __init__(self, url: str, timeout_s: float):
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self.change_timeout_s = min(CHANGE_TIMEOUT_S, timeout_s)
-        self._http = requests.Session()
-        self._http.trust_env = False  # a proxy variable or a .netrc must not catch the rollouts
-        self._http.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
-        self._http.mount("http://", _KeepAlive(pool_maxsize=connections))
-        self._http.mount("https://", _KeepAlive(pool_maxsize=connections))
+        self._http = self._session()
+
+    def _session(self) -> requests.Session:
+        http = requests.Session()
+        http.trust_env = False  # a proxy variable or a .netrc must not catch the rollouts
+        http.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
+        http.mount("http://", _KeepAlive())
+        http.mount("https://", _KeepAlive())
         if key := os.environ.get("VLLM_API_KEY"):
-            self._http.headers["Authorization"] = f"Bearer {key}"
+            http.headers["Authorization"] = f"Bearer {key}"
+        return http
 
     def close(self) -> None:
         """Close idle connections; the next request opens new ones. The server closes them too after a few seconds, and
@@ -137,9 +141,10 @@ class Replica:
         body = {"request_id": request_id, "token_ids": encode_ids(token_ids), **sampling}
         body |= {"stop_token_ids": stop_token_ids, "session": session, "version": version}
         body |= {"routing": True} if routing else {}
-        # An episode's turns may be as far apart as the server's limit on idle connections, which would end one just
-        # as a request is sent on it: each has its own.
-        answer = self._ask("generate", body=body, headers={"Connection": "close"})
+        # On a connection of its own: an episode's turns may be as far apart as the server's limit on idle ones, which
+        # would be closed just as a request is sent.
+        with self._session() as http:
+            answer = self._ask("generate", body=body, http=http)
         try:
             samples = [
                 Sample(
@@ -221,12 +226,12 @@ class Replica:
         data: bytes | None = None,
         params: dict | None = None,
         timeout_s: float | None = None,
-        headers: dict[str, str] | None = None,
+        http: requests.Session | None = None,
     ) -> dict:
         limit = timeout_s or self.timeout_s
-        headers = {"Content-Type": BINARY} if data is not None else headers
+        headers = {"Content-Type": BINARY} if data is not None else None
         try:
-            response = self._http.request(
+            response = (http or self._http).request(
                 ROUTES[action],
                 f"{self.url}{PREFIX}/{action}",
                 params=params,

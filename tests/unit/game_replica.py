@@ -57,23 +57,27 @@ class GameReplica(FakeReplica):
         facts = {"tokenizer_hash": tokenizer_hash(self.names), "vocab_size": len(self.names)}
         super().__init__(base_hash=base["hash"], **facts)
         self.turns: Counter[tuple[int, ...]] = Counter()
-        self.counting = threading.Lock()
+        self.one_at_a_time = threading.Lock()
         self.before["generate"] = self.play
 
     def play(self, body: dict) -> dict:
         ids = tuple(decode_ids(body["token_ids"]).tolist())
-        with self.counting:
-            number = self.turns[ids]
-            self.turns[ids] += 1
-        text = self.names.decode(ids)
-        is_first = "<|im_start|>tool" not in text
-        guess = 1 + (sum(ids) + (number % GROUP if is_first else 0)) % 10
-        said = f'<tool_call>{{"name": "guess", "arguments": {{"number": {guess}}}}}</tool_call>'
-        turn = self.names.encode("Found." if "found" in text else said, add_special_tokens=False)
-        turn.append(self.names.eos_token_id)
+        with self.one_at_a_time:  # a fast tokenizer is not made for several threads
+            turn = self.go_on(ids)
         sample = {
             "token_ids": encode_ids(turn),
             "logprobs": encode_floats([-5.78] * len(turn)),
             "finish_reason": "stop",
         }
         return {"version": body["version"], "samples": [sample]}
+
+    def go_on(self, ids: tuple[int, ...]) -> list[int]:
+        """Token ids of the turn after these."""
+        number = self.turns[ids]
+        self.turns[ids] += 1
+        text = self.names.decode(ids)
+        is_first = "<|im_start|>tool" not in text
+        guess = 1 + (sum(ids) + (number % GROUP if is_first else 0)) % 10
+        said = f'<tool_call>{{"name": "guess", "arguments": {{"number": {guess}}}}}</tool_call>'
+        turn = self.names.encode("Found." if "found" in text else said, add_special_tokens=False)
+        return [*turn, self.names.eos_token_id]
