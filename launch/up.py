@@ -18,7 +18,6 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from rich.console import Console
 
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
-from kit.core.config.recipe import recipe_of
 from kit.core.config.run_checks import check_run_directory
 from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput, CheckFailed, command_parser, run_command
@@ -47,8 +45,9 @@ from launch.starting.trainer_command import (
     Command,
     Launcher,
     base_command,
+    check_elsewhere,
     choose_launcher,
-    in_checkout,
+    gpus_to_plan,
     process_count,
     read_launcher,
     trainer_command,
@@ -62,7 +61,6 @@ from launch.vllm_command import (
     gpu_gib,
     installed_vllm,
     plans,
-    visible_gpus,
 )
 
 POLL_S = 0.2
@@ -99,10 +97,7 @@ class Start:
         if self.resume:
             return None
         if self.is_elsewhere:
-            recipe = self.trainer.words[self.trainer.words.index(in_checkout(recipe_of(self.config))) :]
-            count = str(len(self.placement.trainer))
-            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", count]
-            return Command([*words, *recipe, "--dry_run"], {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
+            return check_elsewhere(self.config, self.trainer, len(self.placement.trainer))
         return Command([*self.trainer.words, "--dry_run"], self.trainer.environment)
 
     def log(self, name: str) -> Path:
@@ -134,11 +129,7 @@ def prepare(
     config = load_config(config_path, overrides)
     is_served = config.rollout.backend == "server"
     asked = read_launcher(launcher_path) if launcher_path else None
-    visible = visible_gpus() or []
-    named = [*(config.train.gpus or []), *(config.server.gpus or [] if is_served else [])]
-    is_elsewhere = bool(dry_run and named and not visible and not (asked and asked.is_cpu))
-    if is_elsewhere:
-        visible = [str(number) for number in range(max(named) + 1)]
+    visible, is_elsewhere = gpus_to_plan(config, asked, dry_run)
     vllm = None if not is_served else Installed("", is_cpu=False) if is_elsewhere else installed_vllm()
     placement = place(config, visible, bool(vllm and not vllm.is_cpu), not (asked and asked.is_cpu))
     launcher = asked or choose_launcher(len(placement.trainer))

@@ -13,7 +13,7 @@ from kit.core.config.recipe import recipe_of
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.plan.placement import Placement
-from launch.vllm_command import ROOT
+from launch.vllm_command import ROOT, visible_gpus
 
 CPU, ONE_GPU, DDP = (f"accelerate_configs/{name}.yaml" for name in ("cpu", "one_gpu", "ddp"))
 
@@ -61,7 +61,10 @@ def read_accelerate(path: str) -> dict[str, Any]:
 
 
 def read_launcher(path: str) -> Launcher:
-    """Parse an accelerate configuration; `BadInput` if the file is not one for a single machine."""
+    """Parse an accelerate configuration, a file or a name in accelerate_configs; `BadInput` if it is not one for a
+    single machine."""
+    if not os.path.exists(path) and (ROOT / (named := f"accelerate_configs/{path}.yaml")).is_file():
+        path = in_checkout(named)
     facts = read_accelerate(path)
     if (machines := facts.get("num_machines", 1)) > 1:
         raise BadInput(
@@ -119,6 +122,25 @@ def trainer_command(
         chosen = [int(gpu) for gpu in placement.servers]
         words += [] if chosen == config.server.gpus else [f"--server.gpus={chosen}"]
     return Command(words, environment)
+
+
+def gpus_to_plan(config: Config, launcher: Launcher | None, dry_run: bool) -> tuple[list[str], bool]:
+    """(GPUs that the run can have, whether they are on another machine).
+
+    A dry run on a machine without a GPU is placed on the GPUs that `train.gpus` and `server.gpus` name.
+    """
+    visible = visible_gpus() or []
+    is_served = config.rollout.backend == "server"
+    named = [*(config.train.gpus or []), *(config.server.gpus or [] if is_served else [])]
+    is_elsewhere = bool(dry_run and named and not visible and not (launcher and launcher.is_cpu))
+    return [str(number) for number in range(max(named) + 1)] if is_elsewhere else visible, is_elsewhere
+
+
+def check_elsewhere(config: Config, trainer: Command, processes: int) -> Command:
+    """The recipe's own checks for the GPUs of another machine: as many processes, on this machine's CPU."""
+    recipe = trainer.words[trainer.words.index(in_checkout(recipe_of(config))) :]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return Command([*words, *recipe, "--dry_run"], {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
 
 
 def base_command(config_path: str, overrides: list[str], placement: Placement) -> Command:

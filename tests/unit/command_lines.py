@@ -20,11 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kit.commands import COMMANDS, OWN, module_arguments, unknown
 from kit.core.config.load import load_config
 from kit.core.errors import KitError
 
 ROOT = Path(__file__).parents[2]
-CHECKED = ("python", "accelerate", "make", "pytest", "vllm")
+CHECKED = ("python", "accelerate", "make", "pytest", "kit", "vllm")
 # Programs of others, accepted as they are; listed so that a misspelled one stands out.
 OUTSIDE = ("bash", "cat", "cd", "cp", "curl", "docker", "echo", "export", "git", "grep", "head", "jq", "kill", "less")
 OUTSIDE += ("ls", "mkdir", "mv", "nvidia-smi", "pip", "rm", "ruff", "sbatch", "sleep", "source", "srun", "ssh", "tail")
@@ -34,6 +35,7 @@ SHELLS = ("bash", "sh", "shell", "console")
 OUTPUTS = ("runs", "models", "data")
 FILE_TYPES = (".yaml", ".yml", ".py", ".txt", ".md", ".toml", ".sh")
 ELLIPSIS = "…"
+OWN_FILE = "my.yaml"  # the user's copy of a configuration
 SOME_CONFIG = ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 
 
@@ -111,11 +113,13 @@ def commands_in_lines(
         first = program(parts[0]) if parts else ""
         is_server = first == "vllm" and parts[0][1:2] == ["serve"]
         looks_like = (
-            is_server or first in CHECKED[:4] or difflib.get_close_matches(first, CHECKED[:2], n=1, cutoff=0.75)
+            is_server or first in CHECKED[:5] or difflib.get_close_matches(first, CHECKED[:2], n=1, cutoff=0.75)
         )
         # "make" starts sentences too; a command names its target and stands alone or before a comment.
         if first == "make" and not (is_marked or all_commands or re.fullmatch(r"make( [\w=./-]+)*( +#.*)?", line)):
             looks_like = False
+        if first == "kit":  # also the library's folder, and a word of sentences
+            looks_like = re.match(r"kit (--help|[a-z_]+)( |$)", line) is not None
         if is_marked or all_commands or looks_like:
             yield from (Command(tuple(words), f"{where}:{number}", is_named) for words in parts)
 
@@ -180,7 +184,8 @@ def problem(command: Command) -> str | None:
     """What is wrong with a command, or None."""
     words = [*command.words]
     name = program(words)
-    check = {"python": _python, "accelerate": _accelerate, "make": _make, "pytest": _pytest, "vllm": _vllm}.get(name)
+    checks = {"python": _python, "accelerate": _accelerate, "make": _make, "pytest": _pytest, "kit": _kit}
+    check = (checks | {"vllm": _vllm}).get(name)
     if check is None:
         near = difflib.get_close_matches(name, CHECKED + OUTSIDE, n=1, cutoff=0.6)
         found = None if name in OUTSIDE else f"unknown program {name!r}{f', near {near[0]!r}' if near else ''}"
@@ -198,7 +203,7 @@ def _missing_file(words: list[str]) -> str | None:
     for word in words:
         path = word.split("=")[-1].split("::")[0]
         first, is_metavar = path.split("/")[0], re.fullmatch(r"[A-Z_]+(\.\w+)?", path)
-        if path.startswith(("/", "~", "$", "http", "-")) or first in OUTPUTS or set(path) & set(f"{ELLIPSIS}*?{{ ,"):
+        if path == OWN_FILE or path.startswith(("/", "~", "$", "http", "-")) or first in OUTPUTS or set(path) & set(f"{ELLIPSIS}*?{{ ,"):
             continue
         if is_metavar and not (ROOT / path).exists():
             continue
@@ -331,6 +336,24 @@ def launch_arguments(words: list[str]) -> "argparse.Namespace | str":
             return complaint[1] if complaint else said.getvalue()[-200:]
         except ValueError as error:
             return str(error)
+
+
+def _kit(words: list[str]) -> str | None:
+    """What the module behind a command of `kit` says; `…` and `my.yaml` stand for any YAML."""
+    name, arguments = (words[0], words[1:]) if words else ("--help", [])
+    if name in ("--help", "-h", "completion"):
+        return None
+    if name == "python":
+        return _python(arguments)
+    if name not in COMMANDS:
+        return str(unknown(name, [*COMMANDS, *OWN]))
+    command = COMMANDS[name]
+    if command.takes_config:
+        arguments = [str(SOME_CONFIG) if word in (ELLIPSIS, OWN_FILE) else word for word in arguments]
+    try:
+        return _python(["-m", *module_arguments(command, arguments)])
+    except KitError as error:
+        return str(error)
 
 
 def _accelerate(words: list[str]) -> str | None:

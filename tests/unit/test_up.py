@@ -12,6 +12,7 @@ from kit.core.errors import BadInput
 from kit.core.run_directory import write_json
 from kit.plan.placement import Placement, place
 from launch import up
+from launch.starting import trainer_command as trainer_command_module
 from launch.starting.jobs import Job, message
 from launch.starting.trainer_command import (
     CPU,
@@ -179,7 +180,6 @@ def machine(monkeypatch):
     def make(gpus: list[str], base: bool = True) -> None:
         stand_ins = {
             "installed_vllm": lambda: Installed("0.31.0", is_cpu=not gpus),
-            "visible_gpus": lambda: gpus,
             "gpu_gib": lambda: 80.0,
             "check_ports": lambda found: None,
             "fits": lambda config: (True, "8 x h100\nIt fits."),
@@ -187,6 +187,7 @@ def machine(monkeypatch):
         }
         for name, stand_in in (stand_ins | ({"base_directory": lambda config: ROOT} if base else {})).items():
             monkeypatch.setattr(up, name, stand_in)
+        monkeypatch.setattr(trainer_command_module, "visible_gpus", lambda: gpus)
 
     return make
 

@@ -110,13 +110,19 @@ def leaves(kind: Any = Config, prefix: str = "") -> dict[str, tuple[Any, datacla
     return found
 
 
+def choices_of(hint: Any, item: dataclasses.Field) -> tuple:
+    """The values that a key may have, or that the list which it takes is made of; empty if they are not a set."""
+    booleans = ("true", "false") if hint is bool else ()
+    return item.metadata["choices"] or literals(hint) or booleans
+
+
 def describe() -> str:
     """One line per key: name, default, choices, meaning."""
     lines = []
     for key, (hint, item) in leaves().items():
         default = item.default if item.default_factory is MISSING else item.default_factory()
         shown = "required" if default is MISSING else f"default {default!r}"
-        if choices := item.metadata["choices"] or literals(hint):
+        if choices := choices_of(hint, item):
             shown += f"; {'some' if isinstance(default, list) else 'one'} of {', '.join(map(str, choices))}"
         lines.append(f"  {key} ({shown}): {item.metadata['help']}")
     return "\n".join(lines)
