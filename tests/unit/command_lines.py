@@ -203,7 +203,12 @@ def _missing_file(words: list[str]) -> str | None:
     for word in words:
         path = word.split("=")[-1].split("::")[0]
         first, is_metavar = path.split("/")[0], re.fullmatch(r"[A-Z_]+(\.\w+)?", path)
-        if path == OWN_FILE or path.startswith(("/", "~", "$", "http", "-")) or first in OUTPUTS or set(path) & set(f"{ELLIPSIS}*?{{ ,"):
+        if (
+            path == OWN_FILE
+            or path.startswith(("/", "~", "$", "http", "-"))
+            or first in OUTPUTS
+            or set(path) & set(f"{ELLIPSIS}*?{{ ,")
+        ):
             continue
         if is_metavar and not (ROOT / path).exists():
             continue
