@@ -8,7 +8,7 @@ else the machine does; with every second seed they change cores. Their clock is 
 the held-out measurements, and they are compared up to the end of the one that ends first.
 
 Prints, for each quarter of that time, the mean reward of the steps in it (of the problems that the data's order drew,
-before any group is replaced), the last held-out accuracy, and what was sampled for it; the difference has a 95 %
+before any group is replaced), held-out accuracy, and what was sampled for it; the difference has a 95 %
 interval (Student's t over the seeds' differences). The numbers go to OUT/result.json; runs in OUT that have ended are
 not repeated. Exit 1 only when a run fails.
 """
@@ -70,6 +70,8 @@ def figures(rows: list[dict], until: float) -> dict[str, float]:
             r["reward"] for r in rows if low < r["clock"] <= high
         )
     found["held-out accuracy, last"] = [r["heldout_accuracy"] for r in rows if r["heldout_accuracy"] is not None][-1]
+    later = [r["heldout_accuracy"] for r in rows if r["heldout_accuracy"] is not None and r["clock"] > until / 2]
+    found["held-out accuracy, mean of the second half"] = statistics.mean(later)
     found["steps"] = len(rows)
     found["seconds a step"] = rows[-1]["clock"] / len(rows)
     found["tokens sampled"] = sum(row["completion_tokens"] for row in rows)
