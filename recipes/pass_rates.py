@@ -1,7 +1,10 @@
 """Measure how often the base solves each training problem, for `data.pass_rates` of a run.
 
     python -m recipes.pass_rates --config recipes/configs/grpo-tiny-nf4-cpu.yaml --out pass-rates.jsonl
-    accelerate launch --num_processes 4 --module recipes.pass_rates --config … --out …      # several GPUs
+
+    # several GPUs
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 recipes/pass_rates.py \\
+        --config recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml --out pass-rates.jsonl
 
 Samples `--samples` completions of each training problem as a run of this configuration does: its base, its adapter to
 start from (`policy.init_adapter`), its sampler (in process or on servers), environment and rewards. A completion
@@ -16,11 +19,14 @@ import itertools
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kit.core.config.checks import check_config, is_main_process, world_size
 from kit.core.config.load import load_config
@@ -85,6 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     run = check_run_directory(config, resume=False, processes=processes, overwrite=True)
 
     import torch
+    from accelerate.utils import broadcast_object_list
 
     from kit.policy.adapter_dropout import turned_off
     from kit.train.setup import read_task, say, started, trainer_parts
@@ -103,7 +110,8 @@ def main(argv: list[str] | None = None) -> None:
         facts |= {"samples": samples, "pass_reward": options.pass_reward, "backend": config.rollout.backend}
         facts |= {"seed": config.run.seed}
         partial = options.out.with_name(f"{options.out.name}.partial")
-        known = begun(partial, facts)
+        shared = [begun(partial, facts) if is_main_process() else set()]
+        known = broadcast_object_list(shared)[0]
         trainer = PolicyTrainer(**parts)
         if trainer.policy.is_split:
             raise BadInput("pass rates are measured on a whole base: use accelerate_configs/one_gpu.yaml or ddp.yaml.")
@@ -134,17 +142,16 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def begun(partial: Path, facts: dict) -> set[str]:
-    """Ids of the problems that an interrupted measurement with these facts has; starts the file if it has none."""
+    """Ids of the problems that an interrupted measurement with these facts has; starts the file if there is none.
+    Called by the main process only."""
     if partial.exists():
         text = partial.read_text()
         whole = text[: text.rfind("\n") + 1]  # without a line that a kill cut
         if whole and json.loads(whole.split("\n", 1)[0]) == {"facts": facts}:
-            if is_main_process():
-                partial.write_text(whole)
+            partial.write_text(whole)
             return {json.loads(line)["problem_id"] for line in whole.splitlines()[1:]}
-    if is_main_process():
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"facts": facts}) + "\n")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(json.dumps({"facts": facts}) + "\n")
     return set()
 
 
