@@ -52,7 +52,10 @@ def machine() -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """The commit of this checkout, with `+dirty` if files differ from it; None outside a checkout."""
+    """The commit of this checkout, with `+dirty` if files differ from it; None outside a checkout.
+
+    An installed kit may lie inside a checkout of something else, whose commit says nothing about it.
+    """
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:
@@ -62,7 +65,7 @@ def git_revision() -> str | None:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    revision = git("rev-parse", "HEAD")
+    revision = git("rev-parse", "HEAD") if git("ls-files", Path(__file__).name) else None
     return f"{revision}+dirty" if revision and git("status", "--porcelain") else revision
 
 

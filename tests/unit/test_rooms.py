@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "launch": ("kit", "reward"),
     "eval": ("kit", "reward", "merge", "launch"),
     "recipes": ("kit", "reward", "merge", "launch", "eval"),
+    "src": ("kit",),  # the installed command
     "bench": ("kit", "reward", "merge", "launch", "eval", "recipes", "tests"),
     "tests": ("kit", "reward", "merge", "launch", "eval", "recipes", "bench"),
 }
