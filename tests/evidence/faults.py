@@ -8,6 +8,8 @@ A fault is one replacement of text in one file, with the tests that should fail 
 faults run once without any first, and must pass. Third-party packages are imported once; each run is a fork, so a
 fault takes seconds. Prints a row per file and every fault that no test noticed; exit code 1 when there is one.
 
+Tests of a side environment that was not made (`make openenv verifiers`) notice nothing.
+
 Not covered: faults that nobody thought of, and whether a test fails for the reason that the fault gives.
 """
 
@@ -60,10 +62,12 @@ def read_faults(folder: Path = LISTS) -> list[Fault]:
 
 
 def copy_kit(folder: Path, names: list[Path]) -> Path:
-    """A copy of the files of the kit that have these names."""
+    """A copy of the files of the kit that have these names, with links to the side environments that there are."""
     for name in names:
         (target := folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target)
+    for made in ROOT.glob(".venv-*/.installed"):
+        (folder / made.parent.name).symlink_to(made.parent.resolve())
     return folder
 
 

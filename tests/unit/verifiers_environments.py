@@ -73,7 +73,9 @@ class Guess(vf.MultiTurnEnv):
 class Rewrites(Guess):
     async def get_prompt_messages(self, state):
         messages = await super().get_prompt_messages(state)
-        return messages[-1:]
+        if len(messages) > 2:
+            messages[0] = messages[0].model_copy(update={"content": "Be very brief."})
+        return messages
 
 
 def found(completion, answer, state, level=None) -> float:
