@@ -31,7 +31,7 @@ from eval.artifacts import (
 from eval.compare import form_note
 from eval.hygiene import findings, limits_of
 from eval.options import add_configuration, command_parser
-from eval.problems import check_disjoint, held_out, problems_hash
+from eval.problems import check_disjoint, held_out, names_training, problems_hash
 from eval.result import measurement, read_result, run_config
 from eval.rules import PASS, Rule, judge
 from kit.core.config.schema import Config, DataConfig
@@ -106,7 +106,7 @@ def check_problems(run: RunDir, config: Config, result: dict) -> None:
         held_out(config.data, config.eval.max_problems, reward=config.eval.reward),
         run_config(run, []).data,
     )
-    if own != config.data:
+    if own != config.data and names_training(own):
         check_disjoint(load_problems(config.data, "eval"), load_problems(own, "train"))
     consumed = consumed_ids(run)
     if trained := [problem for problem in problems if problem.id in consumed]:

@@ -1,16 +1,15 @@
-"""Display name of a run's trained policy: GRPO, or distilled if it learned from a teacher.
+"""Display name of a run's trained policy: GRPO, distilled if it learned from a teacher, imported if another program
+trained it.
 
 In paths and cells it is `grpo` either way: the row beside `base`.
 """
 
-from merge.card import is_distilled
-
-GRPO, DISTILLED = "GRPO", "distilled"
+from merge.card import GRPO, trained_by
 
 
 def trained_name(config: dict) -> str:
     """Name of a run's trained policy in headings and columns; `config` is that of its config.json."""
-    return DISTILLED if is_distilled(config) else GRPO
+    return trained_by(config)
 
 
 def name_of(result: dict) -> str:

@@ -19,7 +19,7 @@ from eval.cells import Cell, read_cell, write_cell
 from eval.episodes import Episodes, close_all, episodes_of
 from eval.hygiene import limits_of
 from eval.machine import missing_kernel, package_versions, vllm_version
-from eval.naming import DISTILLED, GRPO
+from eval.naming import trained_name
 from eval.options import add_configuration, add_problem_options, command_parser
 from eval.power import minimum_detectable_effect
 from eval.problems import held_out, problems_hash
@@ -73,7 +73,7 @@ class Plan:
     @property
     def trained(self) -> str:
         """Display name of the trained policy."""
-        return DISTILLED if self.config.distill.is_given else GRPO
+        return trained_name(self.run.config())
 
     @property
     def reference(self) -> str:
@@ -253,7 +253,7 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
             cell = cells[policy, name] = measured_cell(plan, policy, name, pool)
             provenance = weights_of(plan, policy, name, cell)
             matrix[policy][name] = {**summarize(cell.records), **cell.facts(), **provenance}
-            who = DISTILLED if (policy, plan.trained) == ("grpo", DISTILLED) else policy
+            who = plan.trained.lower() if policy == "grpo" else policy
             print(report.cell_line(who, name, matrix[policy][name]), flush=True)
     records = {place: cell.records for place, cell in cells.items()}
     settings, limits = plan.config.eval, limits_of(plan.config)

@@ -2,7 +2,8 @@
 
 `python -m merge base --config X.yaml` writes the dequantized base alone, for a rollout server; `python -m merge
 diagnose` measures what training did to the weights; `python -m merge card` rewrites the model cards after an
-evaluation; `python -m merge dequantize` converts a checkpoint that is stored quantized into a base in BF16.
+evaluation; `python -m merge dequantize` converts a checkpoint that is stored quantized into a base in BF16; `python -m
+merge import` makes a run of an adapter that another program trained.
 """
 
 import argparse
@@ -12,14 +13,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kit.core.errors import CHECK_FAILED, DONE, run_command
+from kit.core.errors import CHECK_FAILED, DONE, BadInput, run_command
 from kit.core.formats import FORMATS
 from kit.core.run_directory import INTO
 from merge.bases import compare_bases
-from merge.card import add_hub_options, is_distilled, push_all, write_card
+from merge.card import add_hub_options, push_all, trained_by, write_card
 from merge.command import AWQ_PYTHON, POLICIES, Merge
 from merge.hub import check_access
-from merge.options import base_parser, dequantize_parser
+from merge.options import add_base_storage, base_parser, dequantize_parser, import_parser
 from merge.tables import show_table
 
 
@@ -45,7 +46,9 @@ def at_least_one(text: str) -> int:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m merge", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--run", type=Path, required=True, help="run directory, e.g. runs/tiny")
+    parser.add_argument(
+        "--run", type=Path, help="run directory, e.g. runs/tiny; without it, --out is one to make of --adapter"
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--format", nargs="+", choices=FORMATS, help="formats to write; default: the one the run was trained for"
@@ -62,6 +65,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--adapter", type=Path, help="adapter directory; default: the run's newest whole one")
     parser.add_argument("--base", type=Path, help="the original checkpoint, if it is not where base.json says")
+    add_base_storage(parser)
     parser.add_argument(
         "--out", type=Path, help="where <policy>/<format> goes; default: merged/, or merged-original/, in the run"
     )
@@ -122,13 +126,27 @@ def main(argv: list[str] | None = None) -> int:
         from merge.dequantize import main as dequantize
 
         return dequantize(argv[1:])
+    if argv[:1] == ["import"]:
+        import_parser().parse_known_args(argv[1:])
+        from merge.imported import main as imported
+
+        return imported(argv[1:])
     arguments = parse_arguments(argv)
+    if arguments.run is None:
+        from merge.imported import run_of
+
+        if (run := run_of(arguments)) is None:
+            return DONE
+        arguments.run = run.path
+        arguments.adapter = arguments.base = arguments.out = None
+    elif given := [f"--{name}" for name in ("base_storage", "prompts") if getattr(arguments, name) is not None]:
+        raise BadInput(f"{given[0]} is of an adapter without a run, and --run names one. Leave one of them out.")
     if arguments.compare_bases:
         return compare_bases(arguments, argv)
     if arguments.push_to_hub:
         check_access(arguments.push_to_hub)
     merge = Merge(arguments)
-    called = {"base": "base", "grpo": "distilled" if is_distilled(merge.run.config()) else "grpo"}
+    called = {"base": "base", "grpo": trained_by(merge.run.config()).lower()}
     for policy, name in merge.targets():
         size = "" if merge.base is None else f", about {merge.bytes_of(name) / 2**20:.1f} MiB"
         print(f"{called[policy]} {name}: {merge.place(policy, name)}{size}{merge.note(name)}", flush=True)

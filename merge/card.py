@@ -23,6 +23,7 @@ from merge.command import POLICIES
 from merge.tables import markdown_table
 
 CARD = "README.md"
+GRPO, DISTILLED, IMPORTED = "GRPO", "distilled", "imported"  # how a policy was trained
 WINDOW = 10  # steps averaged in a mean of the training metrics
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "safetensors", "compressed-tensors")
@@ -37,6 +38,16 @@ LOSS: tuple[str, ...] = (
 LOSS += ("train.delta", "train.importance_sampling_level", "train.entropy_coef", "rollout.correction")
 TEACHER = ("distill.teacher", "distill.teacher_adapter")
 DISTILLATION = (*TEACHER, "distill.divergence", "distill.temperature")
+# What is known of an adapter that another program trained.
+ADAPTER = (
+    "run.imported_from",
+    "policy.quantization",
+    "policy.double_quantization",
+    "policy.lora_rank",
+    "policy.lora_alpha",
+    "policy.use_rslora",
+    "policy.target_modules",
+)
 RECIPE = (
     "train.max_steps",
     "train.learning_rate",
@@ -160,9 +171,11 @@ def render(run: RunDir, manifest: dict) -> str:
         introduction(config, manifest),
         origin(config, base, manifest),
         table("## Recipe", ("key", "value"), settings(config, recipe(config))) if manifest["policy"] == "grpo" else "",
-        table("## Data", ("key", "value"), settings(config, [f"data.{key}" for key in DATA])),
+        table("## Data", ("key", "value"), settings(config, [f"data.{key}" for key in DATA]))
+        if has_data(config)
+        else "",
         training(run, manifest) if manifest["policy"] == "grpo" else "",
-        checks(manifest),
+        checks(config, manifest),
         evaluation(run, manifest),
         software(facts, manifest),
     ]
@@ -185,8 +198,27 @@ def is_distilled(config: dict) -> bool:
     return any(look_up(config, key) for key in TEACHER)
 
 
+def has_data(config: dict) -> bool:
+    """Whether the run names any problems; an imported adapter may come without."""
+    return any(look_up(config, f"data.{key}") for key in ("id", "path", "eval_path"))
+
+
+def is_imported(config: dict) -> bool:
+    """Whether another program trained the adapter (`python -m merge import`)."""
+    return bool(look_up(config, "run.imported_from"))
+
+
+def trained_by(config: dict) -> str:
+    """Display name of a run's policy by how it was trained: GRPO, distilled, or imported."""
+    if is_imported(config):
+        return IMPORTED
+    return DISTILLED if is_distilled(config) else GRPO
+
+
 def recipe(config: dict) -> tuple[str, ...]:
     """Configuration keys that describe how the adapter was trained."""
+    if is_imported(config):
+        return ADAPTER
     return (*(DISTILLATION if is_distilled(config) else LOSS), *RECIPE)
 
 
@@ -217,9 +249,9 @@ def front_matter(config: dict, manifest: dict) -> str:
     data = str(look_up(config, "data.id"))
     if look_up(config, "data.path") is None and HUB_ID.fullmatch(data) and manifest["policy"] == "grpo":
         lines += ["datasets:", f"- {json.dumps(data)}"]
-    method = "distillation" if is_distilled(config) else "grpo"
+    method = {GRPO: ["grpo"], DISTILLED: ["distillation"], IMPORTED: []}[trained_by(config)]
     learned = "qlora" if storage(config) == "nf4" else "lora"
-    tags = [method, learned] if manifest["policy"] == "grpo" else []
+    tags = [*method, learned] if manifest["policy"] == "grpo" else []
     tags += ["quantization-aware"] if manifest.get("trained_for") == manifest["format"] and tags else []
     return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in [*tags, manifest["format"]]), "---"])
 
@@ -235,10 +267,16 @@ def introduction(config: dict, manifest: dict) -> str:
     if manifest["policy"] == "grpo":
         how = "on-policy distillation" if is_distilled(config) else "GRPO"
         base = f"an {called} base" + (" (QLoRA)" if storage(config) == "nf4" else "")
-        what = f"{model} trained with {how} on {base} in run {name}; the adapter is merged into {weights}"
+        trained = f"trained with {how} on {base} in run {name}"
+        if is_imported(config):
+            trained = (
+                f"with an adapter that another program trained, {Path(look_up(config, 'run.imported_from')).name}"
+            )
+        what = f"{model} {trained}; the adapter is merged into {weights}"
     aware = quantization_aware(manifest)
     reader = FORMATS[form].stores if form in FORMATS else form
-    return f"# {name}, {manifest['policy']}, {form}\n\n{what}.{aware}\n\nRead by {reader}."
+    policy = IMPORTED if is_imported(config) and manifest["policy"] == "grpo" else manifest["policy"]
+    return f"# {name}, {policy}, {form}\n\n{what}.{aware}\n\nRead by {reader}."
 
 
 def quantization_aware(manifest: dict) -> str:
@@ -292,15 +330,16 @@ def training(run: RunDir, manifest: dict) -> str:
     return table("## Training", head, [(key, mean(first, key), mean(end, key)) for key in shown])
 
 
-def checks(manifest: dict) -> str:
+def checks(config: dict, manifest: dict) -> str:
     """How close the checkpoint is to the policy, and how much of the update its format keeps."""
     found, kept = manifest.get("verify"), manifest.get("retained_update")
     lines = ["## Against the trained policy", ""]
     if found is None:
         lines.append("Not compared.")
     else:
+        whose = "" if is_imported(config) else " of the run's own sequences"
         lines.append(
-            f"On {found['tokens']} tokens of the run's own sequences: mean KL(policy‖this) {found['mean_kl']:.2e} "
+            f"On {found['tokens']} tokens{whose}: mean KL(policy‖this) {found['mean_kl']:.2e} "
             f"nats per token, max |Δlogp| {found['max_abs_dlogp']:.3f}, top-1 agreement {found['top1_agreement']:.3f}."
         )
     if kept is not None:
@@ -313,7 +352,8 @@ def checks(manifest: dict) -> str:
         if "quantizers" in calibration:
             lines.append(f"Activation scales come from the training's quantizers, {code(calibration)}.")
             return "\n".join(lines)
-        lines.append(f"Calibrated on the run's training prompts: {code(calibration)}.")
+        whose = "the prompts that the import was given" if is_imported(config) else "the run's training prompts"
+        lines.append(f"Calibrated on {whose}: {code(calibration)}.")
     return "\n".join(lines)
 
 
@@ -369,4 +409,5 @@ def software(facts: dict, manifest: dict) -> str:
     made = f"Merged {manifest['created']}."
     if revision := facts.get("git_revision"):
         made += f" Code of the training: {code(revision)}."
-    return table("## Versions", ("package", "training", "this card"), rows) + f"\n\n{made}"
+    then = "import" if is_imported(facts["config"]) else "training"
+    return table("## Versions", ("package", then, "this card"), rows) + f"\n\n{made}"

@@ -73,6 +73,8 @@ def read_adapter(directory: Path, base: BaseCheckpoint) -> dict[str, Factors]:
     found: dict[str, dict[str, torch.Tensor]] = {}
     with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
         for key in file.keys():
+            if _is_frozen_copy(key, file.get_tensor(key), base):
+                continue
             module, factor = _split_key(directory, key)
             found.setdefault(module, {})[factor] = file.get_tensor(key)
     if not found:
@@ -109,12 +111,22 @@ def _whole(directory: Path, module: str, pair: dict) -> tuple[torch.Tensor, torc
     return pair["lora_A"], pair["lora_B"]
 
 
+def _is_frozen_copy(key: str, tensor: torch.Tensor, base: BaseCheckpoint) -> bool:
+    """Whether a tensor is an unchanged copy of a base weight: peft saves the embeddings too when an adapter targets
+    one, or when it cannot tell whether the vocabulary was resized."""
+    name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    if name not in base.files or tuple(tensor.shape) != base.shape(name):
+        return False
+    return torch.equal(base.read(name).to(tensor.dtype), tensor)
+
+
 def _split_key(directory: Path, key: str) -> tuple[str, str]:
     module, _, factor = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
     if factor not in ("lora_A", "lora_B"):
         raise BadInput(
-            f"{directory} holds {key}, which is not a LoRA factor of a linear layer. Only lora_A and lora_B merge: "
-            "train with a plain LoraConfig on linear layers, and save with save_embedding_layers=False."
+            f"{directory} holds {key}, which is not a LoRA factor of a linear layer, nor a copy of the base's weight. "
+            "Only lora_A and lora_B merge: train with a plain LoraConfig on linear layers, without new tokens, and "
+            "save with save_embedding_layers=False."
         )
     return module, factor
 

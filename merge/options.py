@@ -1,4 +1,4 @@
-"""Options of `python -m merge base` and `… dequantize`, apart from what does the work, which imports torch."""
+"""Options of `python -m merge base`, `… import` and `… dequantize`, without what does the work, which needs torch."""
 
 import argparse
 from pathlib import Path
@@ -17,6 +17,39 @@ def base_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry_run", action="store_true", help="check the input, say what would be written")
     return parser
+
+
+def import_parser() -> argparse.ArgumentParser:
+    description = "Make a run directory of an adapter that peft, TRL, Unsloth or axolotl saved."
+    epilog = (
+        "Keys of the configuration can be given as --group.key value, e.g. --data.eval_path problems.jsonl "
+        "--data.answer_format gsm8k; eval and the gate read them."
+    )
+    parser = argparse.ArgumentParser(
+        prog="python -m merge import", description=description, epilog=epilog, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--adapter", type=Path, required=True, help="directory of adapter_config.json and adapter_model.safetensors"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="run directory to make, e.g. runs/theirs")
+    parser.add_argument("--base", help="16-bit base, a directory or a hub id; default the one that the adapter names")
+    parser.add_argument("--revision", help="hub revision of the base (branch, tag or commit)")
+    add_base_storage(parser)
+    parser.add_argument("--config", help="YAML of a run: its model, policy, data, reward and eval groups are used")
+    parser.add_argument("--dry_run", action="store_true", help="check the input, say what would be written")
+    return parser
+
+
+def add_base_storage(parser: argparse.ArgumentParser) -> None:
+    """Options on an adapter that no run of this kit trained."""
+    parser.add_argument(
+        "--base_storage",
+        choices=("none", "nf4", "fp8"),
+        help="storage of the base that an adapter of another program was trained on; default none, 16 bits",
+    )
+    parser.add_argument(
+        "--prompts", type=Path, help="jsonl that such an adapter is verified and calibrated on; default generic text"
+    )
 
 
 def dequantize_parser() -> argparse.ArgumentParser:

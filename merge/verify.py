@@ -54,6 +54,19 @@ OWN_KL_NOISE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 OWN_KL_BOUND = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
+# Prompts for an adapter that came without any: both sides of the comparison read the same tokens, whatever they say.
+GENERIC = (
+    "Explain why the sky is blue to a ten-year-old.",
+    "What is 17 * 24? Show your work.",
+    "Write a Python function that reverses a linked list.",
+    "Translate into French: The train leaves at half past seven.",
+    "Summarize the plot of Romeo and Juliet in two sentences.",
+    "List three causes of the First World War.",
+    "A shop sells pens at 3 for 2 dollars. How much do 12 pens cost?",
+    "Write a polite email asking for a deadline to be extended by a week.",
+)
+
+
 def read_tokenizer(directory: Path) -> Any:
     """The tokenizer of a checkpoint; `BadInput` if it has none."""
     from transformers import AutoTokenizer
@@ -251,9 +264,12 @@ def fixed_batch(run: RunDir, tokenizer: Any, vocabulary: int) -> list[torch.Tens
 
     Deterministic for a run. Completions come first, since prompts alone would use up the tokens of a large vocabulary.
     Held-out prompts come from a local jsonl, with the chat template applied; a run on a hub data set has only its
-    completions. `BadInput` if there is neither.
+    completions. An imported adapter without either gets `GENERIC` ones. `BadInput` if there is neither.
     """
     texts = [*_logged_completions(run, tokenizer), *_held_out_prompts(run, tokenizer)]
+    if not texts and (run.config().get("run") or {}).get("imported_from"):
+        print("note: no prompts were given for this adapter, so it is verified on generic ones", flush=True)
+        texts = [as_prompt(run.config(), prompt, tokenizer) for prompt in GENERIC]
     budget = min(MAX_TOKENS, MAX_LOGPROBS // vocabulary)
     batch = []
     for text in texts:
@@ -318,10 +334,10 @@ def as_prompt(values: dict, prompt: str | list[dict], tokenizer: Any) -> str:
     """A prompt as the run with the configuration `values` rendered it.
 
     `prompt` is a list of chat messages, or the user's message alone, which is what a run logs. Text that holds special
-    tokens already went through a chat template and is returned unchanged.
+    tokens already went through a chat template and is returned unchanged, and so is text for a base without one.
     """
     if isinstance(prompt, str):
-        if any(token in prompt for token in special_tokens(tokenizer)):
+        if not tokenizer.chat_template or any(token in prompt for token in special_tokens(tokenizer)):
             return prompt
         system = (values.get("data") or {}).get("system_prompt")
         prompt = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]

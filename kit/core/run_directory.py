@@ -234,7 +234,7 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
         others = f" {directory.parent} has {', '.join(beside[-3:])}." if beside else ""
         raise BadInput(f"{directory} does not exist (seen from {Path.cwd()}).{others}")
     if not (directory / MANIFEST).is_file():
-        if (directory / "adapter_config.json").is_file():
+        if is_plain_adapter(directory):
             raise BadInput(_plain_adapter(directory))
         raise BadInput(f"{directory} has no {MANIFEST}: it was not written by this kit, or not completely.")
     manifest = read_json(directory / MANIFEST)
@@ -260,14 +260,18 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
     return manifest
 
 
+def is_plain_adapter(directory: Path) -> bool:
+    """Whether a directory holds an adapter that peft, not a run of this kit, wrote."""
+    return (Path(directory) / "adapter_config.json").is_file() and not (Path(directory) / MANIFEST).is_file()
+
+
 def _plain_adapter(directory: Path) -> str:
-    """Error text for an adapter that peft alone wrote: why it is refused, and what can be done with it."""
+    """Error text for an adapter that peft alone wrote, where one of a run is needed."""
     return (
         f"{directory} is an adapter without {MANIFEST}, as peft alone writes it: the manifest has the hash of the "
-        "base that it was trained on, without which nothing shows that it fits this base. Only adapters of the kit's "
-        "runs (runs/NAME/adapters/v000010) are accepted. To continue from this one, merge it with peft into the "
-        "16-bit model that it was trained on (PeftModel.from_pretrained(model, adapter).merge_and_unload()"
-        ".save_pretrained(out), the tokenizer beside it) and start a run with model.path out."
+        "base that it was trained on, without which nothing shows that it fits this base. Make a run of it with "
+        f"python -m merge import --adapter {shlex.quote(str(directory))} --out runs/NAME, or start training from it "
+        "with policy.init_adapter, which takes it as it is."
     )
 
 

@@ -32,11 +32,11 @@ def batches(prompts: list[list[int]], size: int, device: "torch.device | str") -
 def set_input_ranges(config: Config, model: "PeftModel", prompts: list[list[int]]) -> str:
     """Calibrate the initial policy over `prompts` (token ids), or restore the ranges of `policy.init_adapter` if it
     was trained for a format; return a one-line summary."""
-    from kit.core.run_directory import read_manifest
+    from kit.core.run_directory import manifest_as_written
     from kit.policy.quantized_linear import restore_quantizers
 
     start = config.policy.init_adapter
-    if start and read_manifest(Path(start)).get("quant_cfg"):
+    if start and manifest_as_written(Path(start)).get("quant_cfg"):
         restore_quantizers(model, start)
         return f"input ranges of {start}"
     state = calibrate(model, batches(prompts, config.policy.quant_batch_size, model.device))

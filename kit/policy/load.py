@@ -4,6 +4,7 @@ model with the adapter off.
 Covers loading, the adapter's shape, publishing versioned adapters, and verifying that the base is unchanged.
 """
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,25 @@ from kit.core.config.sharding_rules import announced
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
 from kit.core.formats import find_experts
-from kit.core.lora import EXPERT_PARAMETERS, expert_wrappers
+from kit.core.lora import EXPERT_PARAMETERS, expert_parameter, expert_wrappers, scale_of
 from kit.core.run_directory import (
     RunDir,
-    check_adapter_file,
+    file_hash,
+    is_plain_adapter,
     publish,
+    read_json,
     read_manifest,
     write_json,
     write_manifest,
+)
+from kit.policy.adapter_files import (
+    PREFIX,
+    WEIGHTS,
+    adapter_facts,
+    factor_shapes,
+    import_adapter,
+    is_same_model,
+    named_base,
 )
 from kit.policy.sharding import quant_storage
 from kit.weights.attention import attention_of
@@ -262,27 +274,111 @@ def set_adapter_dtype(model: "torch.nn.Module", dtype: str) -> None:
 
 
 def check_init_adapter(config: Config, base_hash: str | None = None) -> None:
-    """`BadInput` unless `policy.init_adapter` is a whole adapter of this shape (and of this base, if known), trained
-    for no format other than `policy.quant_cfg`."""
+    """`BadInput` unless `policy.init_adapter` is a whole adapter of this rank and scale (and of this base, if known),
+    trained for no format other than `policy.quant_cfg`. A plain peft adapter has no base hash to compare."""
     directory = config.policy.init_adapter
     if directory is None:
         return
-    manifest = read_manifest(Path(directory), "adapter", deep=True)
-    check_adapter_file(Path(directory), manifest)
-    policy = config.policy
+    facts, policy = adapter_facts(Path(directory)), config.policy
     keys = {"lora_rank": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
-    if wrong := [key for key, name in keys.items() if manifest.get(name) != getattr(policy, key)]:
-        has = [f"policy.{key} is {getattr(policy, key)}, {directory} has {manifest.get(keys[key])}." for key in wrong]
+    if wrong := [key for key, name in keys.items() if facts.get(name) != getattr(policy, key)]:
+        has = [f"policy.{key} is {getattr(policy, key)}, {directory} has {facts.get(keys[key])}." for key in wrong]
         raise BadInput(f"{' '.join(has)} An adapter to start from keeps its shape: set the same.")
-    if (trained := manifest.get("quant_cfg")) is not None:
+    if (trained := facts.get("quant_cfg")) is not None:
         wanted = policy.quant_cfg and read_quant_format(policy.quant_cfg).name
         if trained != wanted:
             raise BadInput(
                 f"{directory} was trained for {trained}, policy.quant_cfg says {wanted or 'nothing'}. Set "
                 f"policy.quant_cfg to {trained}, or start from an adapter of plain GRPO."
             )
-    if base_hash is not None:
-        check_same_base(str(directory), manifest["base_hash"], base_hash)
+    if base_hash is not None and facts["base_hash"] is not None:
+        check_same_base(str(directory), facts["base_hash"], base_hash)
+
+
+def check_init_layers(config: Config, model_config: "PreTrainedConfig") -> None:
+    """`BadInput` unless `policy.init_adapter` adapts exactly the layers that the run trains, with their shapes and
+    scales; reads headers only. The run's adapter is built without weights to compare with."""
+    directory = config.policy.init_adapter
+    if directory is None:
+        return
+    facts, found = read_json(Path(directory) / "adapter_config.json"), factor_shapes(Path(directory))
+    expected, scales = _adapter_outline(config, model_config)
+    if other := sorted(found.keys() ^ expected.keys()):
+        theirs, ours = (sorted({_module(name) for name in names}) for names in (found, expected))
+        lasts = ", ".join(sorted({name.rpartition(".")[2] for name in theirs}))
+        raise BadInput(
+            f"policy.init_adapter {directory} adapts {len(theirs)} layers ({lasts}), policy.target_modules "
+            f"{len(ours)} of {config.model.source}; only {'the adapter' if other[0] in found else 'the run'} has "
+            f"{other[0]}. Set policy.target_modules (and policy.expert_rank) to what it was trained with, or model.id "
+            "or model.path to its base."
+        )
+    if odd := next((name for name in sorted(found) if found[name] != expected[name]), None):
+        raise BadInput(
+            f"policy.init_adapter {directory} has {odd} as {found[odd]}, {config.model.source} needs {expected[odd]}: "
+            "it was trained on another model, or has a rank_pattern. Set model.id or model.path to its base; an "
+            "adapter of several ranks can be merged (python -m merge) but not trained further."
+        )
+    for module, scale in scales.items():
+        other_scale = scale_of(facts, expert_parameter(facts, module) or module)
+        if not math.isclose(other_scale, scale):
+            raise BadInput(
+                f"policy.init_adapter {directory} scales {module} by {other_scale:g}, the run by {scale:g}: it has an "
+                "alpha_pattern, and a run has one alpha. It can be merged (python -m merge) but not trained further."
+            )
+
+
+def _adapter_outline(
+    config: Config, model_config: "PreTrainedConfig"
+) -> tuple[dict[str, tuple[int, ...]], dict[str, float]]:
+    """({name in an adapter's file: shape}, {module: scale}) of the adapter that a run trains."""
+    import torch
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    from kit.policy.adapted_experts import targets_as_named
+
+    base = without_weights(model_config)
+    with torch.device("meta"), targets_as_named():
+        model = get_peft_model(base, lora_config(config.policy, base))
+    tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
+    scales = {
+        name.removeprefix(PREFIX): module.scaling["default"]
+        for name, module in model.named_modules()
+        if "default" in getattr(module, "lora_A", {})
+    }
+    return {name: tuple(one.shape) for name, one in tensors.items()}, scales
+
+
+def _module(name: str) -> str:
+    """Name of the layer that a tensor of an adapter's file belongs to."""
+    return name.removeprefix(PREFIX).partition(".lora_")[0]
+
+
+def describe_start(config: Config) -> str:
+    """A line on the base of a plain adapter to start from, which no hash proves; empty for an adapter of a run."""
+    directory = config.policy.init_adapter
+    if directory is None or not is_plain_adapter(Path(directory)):
+        return ""
+    theirs, what = named_base(Path(directory)), f"{directory} was not trained by this kit"
+    if theirs is None:
+        return f"WARNING: {what} and names no base. That it belongs to {config.model.source} is taken from you."
+    if not is_same_model(theirs, config.model.source):
+        return f"WARNING: {what} and names {theirs} as its base, this run trains on {config.model.source}."
+    return f"start     {what}; it names this base ({theirs}), which no hash proves"
+
+
+def record_start(config: Config, run: RunDir, base_hash: str) -> None:
+    """Publish a plain `policy.init_adapter` as the run's version 0, with a manifest; `BadInput` if the run to resume
+    started from other weights."""
+    directory = config.policy.init_adapter
+    if directory is None or not is_plain_adapter(Path(directory)):
+        return
+    if not (own := run.adapter_dir(0)).exists():
+        import_adapter(Path(directory), own, 0, base_hash)
+    elif file_hash(Path(directory) / WEIGHTS) != read_manifest(own, "adapter")["imported_from"]["blake2b"]:
+        raise BadInput(
+            f"{run.path} was started from other weights than {directory} holds now. Set policy.init_adapter to {own}, "
+            "the copy of what it was started from, or start another run."
+        )
 
 
 def check_same_base(adapter: str, theirs: str, base_hash: str, source: str = "this base") -> None:

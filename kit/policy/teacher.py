@@ -19,8 +19,9 @@ from kit.core.config.distill_rules import is_own_model
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.lora import scale_of
-from kit.core.run_directory import RunDir, base_directory, check_adapter_file, read_json, read_manifest
+from kit.core.run_directory import RunDir, base_directory, read_json
 from kit.core.tokenizer_hash import tokenizer_hash
+from kit.policy.adapter_files import PREFIX, adapter_facts
 from kit.policy.load import adapted_layers, check_same_base, load_stored
 from kit.weights.frozen_base import unquantized_config
 from kit.weights.model_files import check_complete, context_of
@@ -28,8 +29,6 @@ from kit.weights.model_files import check_complete, context_of
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-PREFIX = "base_model.model."  # prefix of layer names in an adapter file
 
 
 def check_teacher(
@@ -47,8 +46,7 @@ def check_teacher(
 
 def _check_adapter(config: Config, run: RunDir, model_config: "PreTrainedConfig") -> None:
     directory = Path(config.distill.teacher_adapter)
-    manifest = read_manifest(directory, "adapter", deep=True)
-    check_adapter_file(directory, manifest)
+    facts = adapter_facts(directory)
     if known := _known_base(config, run):
         check_adapter_base(config, *known)
     layers = adapted_layers(config, model_config)
@@ -57,7 +55,7 @@ def _check_adapter(config: Config, run: RunDir, model_config: "PreTrainedConfig"
     ours = {f"{PREFIX}{layer}.lora_A.weight" for layer in layers}
     if other := sorted(theirs ^ ours):
         raise BadInput(
-            f"distill.teacher_adapter {directory} adapts {len(theirs)} layers ({', '.join(manifest['targets'])}), "
+            f"distill.teacher_adapter {directory} adapts {len(theirs)} layers ({', '.join(facts['targets'])}), "
             f"policy.target_modules {len(ours)}; only one of them adapts {other[0].removesuffix('.lora_A.weight')}. "
             "Set model.id or model.path and policy.target_modules to what it was trained with."
         )
@@ -70,7 +68,8 @@ def _known_base(config: Config, run: RunDir) -> tuple[str, str] | None:
         if file.is_file():
             return read_json(file)["hash"], str(file)
     if config.policy.init_adapter:
-        return read_manifest(Path(config.policy.init_adapter), "adapter")["base_hash"], config.policy.init_adapter
+        theirs = adapter_facts(Path(config.policy.init_adapter))["base_hash"]
+        return (theirs, config.policy.init_adapter) if theirs else None
     return None
 
 
@@ -79,8 +78,9 @@ def check_adapter_base(config: Config, base_hash: str, source: str = "this base"
     directory = config.distill.teacher_adapter
     if directory is None:
         return
-    theirs = read_manifest(Path(directory), "adapter")["base_hash"]
-    check_same_base(f"distill.teacher_adapter {directory}", theirs, base_hash, source)
+    theirs = adapter_facts(Path(directory))["base_hash"]
+    if theirs is not None:  # a plain peft adapter has none
+        check_same_base(f"distill.teacher_adapter {directory}", theirs, base_hash, source)
 
 
 def _check_model(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -86,7 +86,7 @@ def check_model(config: Config, dry_run: bool = False) -> Any:
 
     from kit.policy.host_embedding import check_embeddings
     from kit.policy.liger import check_kernels
-    from kit.policy.load import check_base, check_init_adapter
+    from kit.policy.load import check_base, check_init_adapter, check_init_layers, describe_start
     from kit.policy.packed.packing import check_packing
 
     model_config = check_base(config)
@@ -95,6 +95,9 @@ def check_model(config: Config, dry_run: bool = False) -> Any:
     check_packing(config, model_config)
     check_embeddings(config, model_config)
     check_init_adapter(config)
+    check_init_layers(config, model_config)
+    if start := describe_start(config):
+        say(start)
     check_kernels(config, model_config.model_type, installed=not dry_run or torch.cuda.is_available())
     check_shared_card(config, model_config)
     return model_config
@@ -370,7 +373,7 @@ def load_base(
     """
     from accelerate import PartialState
 
-    from kit.policy.load import load_policy_base, record_base
+    from kit.policy.load import load_policy_base, record_base, record_start
     from kit.policy.sharding import loading_whole
     from kit.policy.teacher import check_adapter_base
 
@@ -383,6 +386,7 @@ def load_base(
         rollout.check_base(facts["hash"])
     if PartialState().is_main_process:
         write_json(run.base_file, facts)
+        record_start(config, run, facts["hash"])
         drop_replaced(run)
     return base, facts, rollout
 

@@ -175,15 +175,55 @@ def write_base(source: Original, directory: Path, model: str, revision: str | No
     copies = {name: file for file, names in files.items() for name in names if name in quantized}
     if quantization == "nf4":
         write_json(directory / NF4_FOLDER / "index.json", dict(sorted(copies.items())))
+    return _info(source, tensors, offsets, facts, model, revision)
+
+
+def describe_base(source: Original, model: str, revision: str | None) -> dict:
+    """Return the content of base.json as `write_base` does, without writing the base: tensors are read and hashed one
+    by one."""
+    facts = plain_facts(source.plan.quantization, source.dtype, source.device)
+    tensors: dict[str, str] = {}
+    offsets: dict[str, float] = {}
+    for name in source.files:
+        value = source.read(name)
+        if name not in source.plan.quantized or source.plan.quantization == "none":
+            tensors[name] = hash_tensor(value)
+        elif source.plan.quantization == "fp8":
+            tensors[name] = hash_fp8(*fp8.quantize_weight(value), value.dtype)
+        else:
+            packed, state = quantize_weight(value, source.double_quantization, None)
+            tensors[name], facts = hash_quantized(packed, state), nf4_facts(state)
+            if state.nested:
+                offsets[name] = state.offset.item()
+    return _info(source, tensors, offsets, facts, model, revision)
+
+
+def outline_base(source: Original, model: str, revision: str | None) -> dict:
+    """Return the content of base.json without its hashes: enough for a `BaseCheckpoint` to check names and shapes
+    before any tensor is read."""
+    facts = plain_facts(source.plan.quantization, source.dtype, source.device)
+    return base_facts(dict.fromkeys(source.files, ""), {}, _quantized(source), facts, model, revision) | (
+        {"carried": dict.fromkeys(source.carried, "")} if source.carried else {}
+    )
+
+
+def _quantized(source: Original) -> list[str]:
+    """Names of the linear layers that formats quantize."""
+    return [name.removesuffix(".weight") for name in source.files if name in source.plan.quantized]
+
+
+def _info(
+    source: Original, tensors: dict[str, str], offsets: dict[str, float], facts: dict, model: str, revision: str | None
+) -> dict:
     info = base_facts(
         dict(sorted(tensors.items())),
         {name: offsets[name] for name in source.plan.shapes if name in offsets},
-        [name.removesuffix(".weight") for name in copies],
+        _quantized(source),
         facts,
         model,
         revision,
     )
-    return info | ({"carried": hash_carried(source.directory, source.carried.items())} if carried else {})
+    return info | ({"carried": hash_carried(source.directory, source.carried.items())} if source.carried else {})
 
 
 def _write_tensor(

@@ -17,6 +17,11 @@ def recipe_of(config: Config) -> str:
 
 def check_recipe(config: Config, recipe: str) -> None:
     """Raise `BadInput` unless `recipe` is the one that trains this configuration."""
+    if config.run.imported_from is not None:
+        raise BadInput(
+            f"run.imported_from is {config.run.imported_from}: python -m merge import sets it, and such a run is not "
+            "trained. To train from that adapter, leave it out and set policy.init_adapter."
+        )
     needed = recipe_of(config)
     if needed == recipe:
         return

@@ -62,6 +62,9 @@ class RunConfig:
     )
     output_dir: str | None = _option(None, "run directory; must not hold another run")
     seed: int = _option(0, "seed of in-process sampling, adapter initialization and data order", SEED)
+    imported_from: str | None = _option(
+        None, "adapter of another program that python -m merge import made this run of, which sets this key"
+    )
 
     @property
     def directory(self) -> Path:
@@ -120,7 +123,10 @@ class PolicyConfig:
         "KL reference; adapter_off is the same model without the adapter; none with beta 0",
         choices=REFERENCES,
     )
-    init_adapter: str | None = _option(None, "adapter directory to start from (same base, rank and targets)")
+    init_adapter: str | None = _option(
+        None,
+        "adapter directory to start from, of a run or as peft, TRL or Unsloth save it (same base, rank and targets)",
+    )
     quant_cfg: str | None = _option(
         None, "format to train for; also an nvidia-modelopt name, or its YAML; null: none", choices=tuple(TRAINED)
     )

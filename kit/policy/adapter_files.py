@@ -1,0 +1,140 @@
+"""An adapter's directory, whoever trained it: what its files say, and its way into a run directory.
+
+Covers adapters that runs of this kit published (manifest.json) and plain ones, as peft, TRL, Unsloth and axolotl save
+them: adapter_config.json and adapter_model.safetensors. A plain adapter has no manifest, so no hash shows which base
+it was trained on, only a name. `python -m merge import` and a run that starts from a plain adapter copy it into the
+run directory and write its manifest there; the directory itself stays as it is.
+Not covered: pickled weights (adapter_model.bin), and what `kit.core.lora.reasons` names.
+"""
+
+import shutil
+from pathlib import Path
+
+from kit.core import lora
+from kit.core.checkpoint_files import read_header
+from kit.core.errors import BadInput
+from kit.core.run_directory import (
+    check_adapter_file,
+    file_hash,
+    is_plain_adapter,
+    publish,
+    read_json,
+    read_manifest,
+    write_manifest,
+)
+
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."  # of module names in an adapter's file
+# Ends of the names of 4-bit copies of a model on the hub: the adapter's base has the name without them.
+FOUR_BIT = ("-unsloth-bnb-4bit", "-bnb-4bit", "-4bit", "-nf4")
+
+
+def adapter_facts(directory: Path) -> dict:
+    """Return the manifest of an adapter; for a plain one the same facts from its adapter_config.json, with the base
+    hash None. `BadInput` if it is damaged, or not what adding s·B·A describes."""
+    directory = Path(directory)
+    if is_plain_adapter(directory):
+        return {"version": None, "base_hash": None, **_shape(read_plain(directory))}
+    manifest = read_manifest(directory, "adapter", deep=True)
+    check_adapter_file(directory, manifest)
+    return manifest
+
+
+def read_plain(directory: Path) -> dict:
+    """Return the adapter_config.json of a plain adapter; `BadInput` if the kit cannot use the adapter."""
+    config = read_json(directory / CONFIG)
+    if not isinstance(config, dict):
+        raise BadInput(
+            f"{directory / CONFIG} holds {config!r:.40}, not an adapter's settings. Save the adapter again."
+        )
+    if why := lora.reasons(config):
+        raise BadInput(f"{directory} is not an adapter that this kit can use: {'; '.join(why)}.")
+    if not (directory / WEIGHTS).is_file():
+        if (directory / PICKLED).is_file():
+            raise BadInput(
+                f"{directory} has its weights as {PICKLED}, a pickle, which can run any code when it is read. If you "
+                f"trust it, load it with peft and save it with save_pretrained, which writes {WEIGHTS}."
+            )
+        raise BadInput(f"{directory} has {CONFIG} and no {WEIGHTS}: it is no whole adapter. Save it again.")
+    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    if odd := [rank for rank in ranks if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1]:
+        raise BadInput(f"{directory / CONFIG}: r or rank_pattern holds {odd[0]!r}, and a rank is a number from 1 on.")
+    return config
+
+
+def factor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return {name in the file: shape} of an adapter's tensors; `BadInput` if the file is damaged."""
+    try:
+        tensors = read_header(Path(directory) / WEIGHTS).tensors
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{directory} is damaged: {WEIGHTS} cannot be read ({error}).") from None
+    return {name: shape for name, (_, shape) in tensors.items()}
+
+
+def named_base(directory: Path) -> str | None:
+    """Name of the base in an adapter's adapter_config.json; None if it has none."""
+    return read_json(Path(directory) / CONFIG).get("base_model_name_or_path") or None
+
+
+def is_four_bit(name: str) -> bool:
+    """Whether a model's name is that of a 4-bit copy."""
+    return name.lower().endswith(FOUR_BIT)
+
+
+def is_same_model(one: str, other: str) -> bool:
+    """Whether two names, hub ids or directories, say the same model: by their last parts, 4-bit copies included."""
+    return _last(one) == _last(other)
+
+
+def _last(name: str) -> str:
+    last = (Path(name).resolve() if Path(name).is_dir() else Path(name)).name.lower()
+    for end in FOUR_BIT:
+        last = last.removesuffix(end)
+    return last
+
+
+def _shape(config: dict) -> dict:
+    """Entries of a manifest that describe an adapter's shape and scale, from its adapter_config.json."""
+    targets = config.get("target_modules") or []
+    return {
+        "rank": config["r"],
+        "alpha": config["lora_alpha"],
+        "rslora": bool(config.get("use_rslora")),
+        "targets": sorted(targets) if isinstance(targets, list) else [targets],
+    }
+
+
+def import_adapter(directory: Path, final: Path, version: int, base_hash: str) -> Path:
+    """Copy a plain adapter to `final` with a manifest, all or nothing, and return `final`.
+
+    `base_hash` is that of the base that the adapter is said to belong to. `BadInput` if a value is not finite, or if
+    `final` exists.
+    """
+    from safetensors.torch import load_file, save_file
+
+    from kit.weights.hashing import hash_pairs, hash_tensor
+
+    config = read_plain(directory)
+    with publish(final) as partial:
+        shutil.copy(directory / CONFIG, partial / CONFIG)
+        # Without the copies of base weights that peft adds for an adapted embedding.
+        tensors = {name: one for name, one in load_file(directory / WEIGHTS).items() if ".lora_" in name}
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        if odd := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
+            raise BadInput(f"{directory}: {odd} holds values that are not finite. Name another adapter.")
+        write_manifest(
+            partial,
+            "adapter",
+            version=version,
+            step=version,
+            base_hash=base_hash,
+            **_shape(config),
+            tensor_hash=hash_pairs({name: hash_tensor(tensor) for name, tensor in tensors.items()}),
+            imported_from={
+                "path": str(directory.resolve()),
+                "blake2b": file_hash(directory / WEIGHTS),
+                "base": config.get("base_model_name_or_path"),
+                "peft_version": config.get("peft_version"),
+            },
+        )
+    return final
