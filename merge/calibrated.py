@@ -23,7 +23,7 @@ from kit.weights.checkpoint import checkpoint_shards
 from kit.weights.frozen_base import BaseCheckpoint
 from merge.merge import write_config
 from merge.quantize import Refused, format_of, quantization_config
-from merge.verify import as_prompt, load_for_scoring, logged_texts, release_memory, rows_in
+from merge.verify import as_prompt, imported_from, load_for_scoring, logged_texts, release_memory, rows_in
 
 WORKER = Path(__file__).with_name("awq.py")
 SHARD = "5GB"
@@ -58,7 +58,9 @@ def calibration_set(run: RunDir, tokenizer: Any, samples: int, max_length: int) 
         missing = samples - completions
         texts |= {prompt: prompt for prompt in prompts[:: max(1, len(prompts) // missing)][:missing]}
     if not texts:
-        raise BadInput(f"nothing to calibrate on: {run.completions} holds no completion, and {reason or 'no problem'}")
+        fix = " An imported adapter gets them from merge import --prompts." if imported_from(values) else ""
+        why = reason or "there is no problem."
+        raise BadInput(f"nothing to calibrate on: {run.completions} holds no completion, and {why}{fix}")
     if reason:
         print(f"note: calibrating on {completions} logged completions alone, since {reason}", flush=True)
     sequences = [tokenizer(text, add_special_tokens=False)["input_ids"][:max_length] for text in texts.values()]

@@ -267,7 +267,7 @@ def fixed_batch(run: RunDir, tokenizer: Any, vocabulary: int) -> list[torch.Tens
     completions. An imported adapter without either gets `GENERIC` ones. `BadInput` if there is neither.
     """
     texts = [*_logged_completions(run, tokenizer), *_held_out_prompts(run, tokenizer)]
-    if not texts and (run.config().get("run") or {}).get("imported_from"):
+    if not texts and imported_from(run.config()):
         print("note: no prompts were given for this adapter, so it is verified on generic ones", flush=True)
         texts = [as_prompt(run.config(), prompt, tokenizer) for prompt in GENERIC]
     budget = min(MAX_TOKENS, MAX_LOGPROBS // vocabulary)
@@ -285,6 +285,11 @@ def fixed_batch(run: RunDir, tokenizer: Any, vocabulary: int) -> list[torch.Tens
             f"{run.config_file} is not a local jsonl file. Pass --skip_verify to merge unverified."
         )
     return batch
+
+
+def imported_from(values: dict) -> str | None:
+    """The adapter of another program that the run with the configuration `values` was made of; None for others."""
+    return (values.get("run") or {}).get("imported_from")
 
 
 def _held_out_prompts(run: RunDir, tokenizer: Any) -> list[str]:

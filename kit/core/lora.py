@@ -81,7 +81,9 @@ def reasons(config: dict, tied: bool = False) -> list[str]:
 
 
 def _is_expert_parameter(name: str) -> bool:
-    return f".{name}".endswith(tuple(f".experts.{one}" for one in EXPERT_PARAMETERS))
+    """Whether an entry of `target_parameters` names fused experts: with their module, or bare, as peft 0.21 rewrites
+    `target_modules` that name experts' layers."""
+    return name in EXPERT_PARAMETERS or f".{name}".endswith(tuple(f".experts.{one}" for one in EXPERT_PARAMETERS))
 
 
 def expert_parameter(config: dict, module: str) -> str | None:
@@ -96,7 +98,7 @@ def expert_parameter(config: dict, module: str) -> str | None:
     named = [name for name in config.get("target_parameters") or () if _is_expert_parameter(name)]
     if not plain.endswith(".experts") or not named:
         return None
-    wrapped = [one for one in EXPERT_PARAMETERS if any(name.endswith(f".{one}") for name in named)]
+    wrapped = [one for one in EXPERT_PARAMETERS if any(f".{name}".endswith(f".{one}") for name in named)]
     return f"{plain}.{wrapped[-1 - inner]}" if inner < len(wrapped) else None
 
 

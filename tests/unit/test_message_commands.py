@@ -17,6 +17,7 @@ FILLED = {
     "--config": "…",
     "--only": "vllm",
     "--out": "out",
+    "--adapter": "theirs",
 }
 
 
