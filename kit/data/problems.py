@@ -1,17 +1,19 @@
 """Load problems from a hub id or a local file, as questions, reference answers and chat prompts.
 
-Reads jsonl (also gzipped), json and parquet files, a directory with one file per split, data sets written by
+Reads jsonl (also gzipped), json, csv, tsv and parquet files, a directory with one file per split, data sets written by
 `datasets` with `save_to_disk` (a `Dataset`, or a `DatasetDict` for a directory of splits), and hub datasets. An
 unusable row is reported by file and line; `data.max_bad_fraction` sets how many of them a run accepts. A question is
 text, or a conversation of chat messages that ends with the user's. Imports no torch and no transformers, so
 `--dry_run` and the eval tool can use it.
 """
 
+import csv
 import difflib
 import gzip
 import hashlib
 import itertools
 import json
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 TEXT_FORMATS = ("gsm8k", "boxed", "plain")  # whose answers a parser compares
 ANSWER_FORMATS = (*TEXT_FORMATS, "countdown", *CODE_FORMATS, "any")
-SUFFIXES = (".jsonl", ".parquet", ".json", ".jsonl.gz")
+SUFFIXES = (".jsonl", ".parquet", ".json", ".jsonl.gz", ".csv", ".tsv")
 DICTIONARY = "dataset_dict.json"  # written by DatasetDict.save_to_disk: the names of its splits
 SHOWN = 5  # bad rows listed in an error
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -131,6 +133,9 @@ def read_problems(
             report.bad.append((row.source, error))
             continue
         key = problem.question if problem.messages is None else json.dumps(problem.messages)
+        if data.heldout_fraction is not None and _is_held_out(key, data) != (split == "eval"):
+            report.rows -= 1
+            continue
         if (known := seen.setdefault(key, problem)) is problem:
             problems.append(problem)
         elif data.repeated_questions == "keep":
@@ -149,6 +154,14 @@ def read_problems(
     _check_bad(report, data, split)
     limit = data.max_train_problems if split == "train" else data.max_eval_problems
     return problems[:limit], report
+
+
+def _is_held_out(question: str, data: "DataConfig") -> bool:
+    """Whether `data.heldout_fraction` keeps a question from training. A hash of its words and `heldout_seed` decides:
+    neither the order of the rows nor new ones move a problem, and its repetitions stay on its side."""
+    words = json.dumps([data.heldout_seed, " ".join(question.casefold().split())])
+    digest = hashlib.blake2b(words.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < data.heldout_fraction * 2**64
 
 
 def _repeated(problem: Problem, repeats: Counter[str]) -> Problem:
@@ -474,13 +487,20 @@ def extract_gold(answer: Any, answer_format: str) -> tuple[str | None, str]:
 
 
 def _rows(data: "DataConfig", split: str) -> Iterator[Row]:
+    if data.heldout_fraction is not None:
+        if data.eval_path:
+            raise BadInput(
+                f"data.heldout_fraction ({data.heldout_fraction:g}) holds problems out of the training split, and "
+                f"data.eval_path {data.eval_path} names others. Leave one of them out."
+            )
+        split = "train"
     split_name = data.train_split if split == "train" else data.eval_split
     path = data.eval_path if split == "eval" and data.eval_path else data.path
     if split == "eval" and path == data.path and path and _is_one_split(Path(path).expanduser()):
         raise BadInput(
-            f"data.path is the single file or saved data set {path}, which is what the run trains on. Name the "
-            "held-out problems with data.eval_path, or set data.path to a directory holding "
-            f"{data.train_split}.jsonl and {split_name}.jsonl."
+            f"data.path is the single file or saved data set {path}, which is what the run trains on. Hold some of "
+            "it out with data.heldout_fraction 0.1, name the held-out problems with data.eval_path, or set data.path "
+            f"to a directory holding {data.train_split}.jsonl and {split_name}.jsonl."
         )
     if path:
         yield from _file_rows(_split_file(Path(path).expanduser(), split_name, split))
@@ -532,6 +552,8 @@ def _file_rows(file: Path) -> Iterator[Row]:
         yield from _parquet_rows(file)
     elif file.suffix == ".json":
         yield from _json_rows(file)
+    elif file.suffix in (".csv", ".tsv"):
+        yield from _csv_rows(file)
     else:
         yield from jsonl_rows(file)
 
@@ -571,6 +593,26 @@ def _json_rows(file: Path) -> Iterator[Row]:
         raise BadInput(f"{file} holds a {type(rows).__name__}, expected a list of objects.")
     for number, row in enumerate(rows, 1):
         yield _as_row(f"{file}:{number}", row)
+
+
+def _csv_rows(file: Path) -> Iterator[Row]:
+    """Rows of a table whose first line names the columns; every value is text, and an empty one is missing."""
+    csv.field_size_limit(sys.maxsize)  # a field of 128 KiB would end the file
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as lines:
+            table = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
+            names = table.fieldnames or []
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise BadInput(f"{file} has several columns {twice[0]!r}. Rename one in its first line.")
+            for row in table:
+                source = f"{file}:{table.line_num}"
+                if (more := row.pop(None, None)) is not None or None in row.values():
+                    found = len(names) + len(more or []) - sum(value is None for value in row.values())
+                    yield Row(source, None, f"{found} fields, the first line names {len(names)} columns")
+                else:
+                    yield Row(source, {name: value or None for name, value in row.items()})
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BadInput(f"{file} is not a table: {error}.") from None
 
 
 def _parquet_rows(file: Path) -> Iterator[Row]:

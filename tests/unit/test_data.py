@@ -62,6 +62,50 @@ def test_every_file_type_gives_the_same_problems(tmp_path, suffix):
     assert len(set(ids)) == 3
 
 
+@pytest.mark.parametrize(("suffix", "mark"), [("csv", ","), ("tsv", "\t")])
+def test_a_table_gives_the_same_problems(tmp_path, suffix, mark):
+    file = tmp_path / f"train.{suffix}"
+    quoted = f'"Two lines{mark}\nand a ""mark"": 007?"'
+    file.write_text(f"\ufeffquestion{mark}answer{mark}level\n1+1?{mark}2{mark}\n{quoted}{mark}007{mark}hard\n")
+    for path in (file, tmp_path):
+        problems = load_problems(config(path), "train")
+        assert [p.question for p in problems] == ["1+1?", f'Two lines{mark}\nand a "mark": 007?']
+        assert [p.gold for p in problems] == ["2", "007"], "text stays text"
+        assert [p.columns["level"] for p in problems] == [None, "hard"]
+        assert [p.source for p in problems] == [f"{file}:2", f"{file}:4"]
+
+
+def test_a_row_of_a_table_with_other_columns_is_a_bad_row_and_a_torn_quote_no_table(tmp_path):
+    file = tmp_path / "train.csv"
+    file.write_text("question,answer\n1+1?,2,3\n2+2?\n3+3?,6\n")
+    problems, report = read_problems(config(file, max_bad_fraction=0.7), "train")
+    assert [p.question for p in problems] == ["3+3?"]
+    assert report.bad == [
+        (f"{file}:2", "3 fields, the first line names 2 columns"),
+        (f"{file}:3", "1 fields, the first line names 2 columns"),
+    ]
+    file.write_text('question,answer\n"1+1?,2\n')
+    assert "is not a table: unexpected end of data" in bad_input(config(file))
+    file.write_text("answer,answer\n1,2\n")
+    assert "several columns 'answer'" in bad_input(config(file))
+
+
+def test_a_share_held_out_of_one_file_is_never_trained_on_and_no_row_changes_sides(tmp_path):
+    rows = [{"question": f"{n}+{n}?", "answer": str(2 * n)} for n in range(200)]
+    file = jsonl(tmp_path / "all.jsonl", rows)
+    data = config(file, heldout_fraction=0.2)
+    train, heldout = (load_problems(data, split) for split in ("train", "eval"))
+    assert len(train) + len(heldout) == 200 and 25 <= len(heldout) <= 55
+    assert not find_leaks(heldout, train)
+    more = [*reversed(rows), {"question": "new?", "answer": "1"}, {"question": " 3+3? ".upper(), "answer": "6"}]
+    jsonl(file, more)
+    kept, again = ({one.question for one in load_problems(data, split)} for split in ("train", "eval"))
+    assert {one.question for one in heldout} <= again and {one.question for one in train} <= kept
+    other = load_problems(config(file, heldout_fraction=0.2, heldout_seed=1), "eval")
+    assert {one.question for one in other} != again
+    assert "Leave one of them out" in bad_input(config(file, heldout_fraction=0.2, eval_path=str(file)), "eval")
+
+
 def test_what_save_to_disk_wrote_is_read_like_the_files(tmp_path):
     from datasets import Dataset, DatasetDict, disable_progress_bars
 
@@ -77,7 +121,7 @@ def test_what_save_to_disk_wrote_is_read_like_the_files(tmp_path):
     assert [p.gold for p in load_problems(config(tmp_path / "both"), "eval")] == ["6"]
     one = config(tmp_path / "one", eval_path=str(tmp_path / "both" / "test"))
     assert [p.gold for p in load_problems(one, "eval")] == ["6"]
-    assert "Name the held-out problems with data.eval_path" in bad_input(config(tmp_path / "one"), "eval")
+    assert "name the held-out problems with data.eval_path" in bad_input(config(tmp_path / "one"), "eval")
     message = bad_input(config(tmp_path / "both", eval_split="tst"), "eval")
     assert "it has test, train. Set data.eval_split to 'test'" in message
     next((tmp_path / "one").glob("*.arrow")).write_bytes(b"cut")
@@ -267,13 +311,13 @@ def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path):
 
 def test_wrong_sources_are_bad_input_with_the_fix(tmp_path):
     jsonl(tmp_path / "training.jsonl", ROWS)
-    for name, text in (("a.csv", "x"), ("a.json", "{}"), ("b.json", "{"), ("a.parquet", "x")):
+    for name, text in (("a.xls", "x"), ("a.json", "{}"), ("b.json", "{"), ("a.parquet", "x")):
         (tmp_path / name).write_text(text)
     message = bad_input(config(tmp_path))
     assert "has no train.jsonl" in message and "training.jsonl" in message and "to 'training'" in message
     for path, why in (
         (tmp_path / "none", f"does not exist (seen from {Path.cwd()})"),
-        (tmp_path / "a.csv", "unknown file type '.csv'"),
+        (tmp_path / "a.xls", "unknown file type '.xls'"),
         (None, "set data.id"),
         (tmp_path / "a.json", "expected a list"),
         (tmp_path / "b.json", "is not JSON"),

@@ -29,6 +29,7 @@ FROM_0 = Limit("0 or more", lambda value: value >= 0)
 ABOVE_0 = Limit("a number above 0", lambda value: 0 < value < math.inf)
 SHARE = Limit("between 0 and 1", lambda value: 0 <= value <= 1)
 SHARE_ABOVE_0 = Limit("above 0 and at most 1", lambda value: 0 < value <= 1)
+PART = Limit("above 0 and below 1", lambda value: 0 < value < 1)
 POINTS = Limit("between 0 and 1; 5 points are 0.05", SHARE.holds)
 GAIN = Limit("a fraction from -1 to 1; 5 points are 0.05", lambda value: -1 <= value < 1)
 GROUP = Limit("at least 2: an advantage is a difference within the group", lambda value: value >= 2)
@@ -275,11 +276,15 @@ class DataConfig:
     id: str | None = _option(None, "hub id of the problem set, e.g. openai/gsm8k")
     config: str | None = _option(None, "hub configuration name, e.g. main")
     path: str | None = _option(
-        None, "local jsonl/json/parquet file, folder of <split>.jsonl, or of save_to_disk; overrides id"
+        None, "local jsonl/json/csv/tsv/parquet file, folder of <split>.jsonl, or of save_to_disk; overrides id"
     )
     train_split: str = _option("train", "split to train on")
     eval_split: str = _option("test", "held-out split")
     eval_path: str | None = _option(None, "local file of held-out problems; overrides eval_split")
+    heldout_fraction: float | None = _option(
+        None, "hold out this share of the training split instead of reading another, by a hash of each question", PART
+    )
+    heldout_seed: int = _option(0, "with heldout_fraction: another number holds out other problems", SEED)
     question_column: str = _option(
         "question",
         "column of the problem: text, or messages [{role, content}]; Body+Question joins two texts; without this "
