@@ -1,6 +1,6 @@
 """Two CPU cores: does replacing groups without signal raise the reward sooner, at the same wall clock?
 
-    python bench/dynamic_sampling.py --base models/tiny-base --seeds 3 --out dynamic
+    python bench/dynamic_sampling.py --base models/tiny-base --seeds 5 --out dynamic
 
 The quickstart's run (recipes/configs/grpo-tiny-nf4-cpu.yaml) with and without `rollout.resample_rounds`, by the
 recipe's command line. For every seed both run at the same time, each on one core with one thread, so they share what
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True, help="directory that recipes/tiny_base.py made")
     parser.add_argument("--out", type=Path, required=True, help="directory of the runs and of result.json")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each kind")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of a run")
     parser.add_argument("--rounds", type=int, default=3, help="rollout.resample_rounds of the dynamic runs")
     arguments = parser.parse_args()
