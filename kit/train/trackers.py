@@ -7,6 +7,7 @@ output directory, which here is a staging directory that is removed at the end.
 
 import importlib
 import importlib.util
+import json
 import math
 import os
 from collections.abc import Container
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 # Tracker -> variable that sets its directory. Trackio keeps its default: its dashboard shows all runs from there.
 PLACES = {"tensorboard": "TENSORBOARD_LOGGING_DIR", "wandb": "WANDB_DIR"}
 OF_THE_RUN = ("step", "total_steps", "time")  # which a tracker has itself
-GROUPS = ("sampler", "canary", "quant", "noise")  # prefixes of keys such as sampler_k3, which trackers show together
 
 
 def prepare_trackers(config: Config, run: RunDir) -> list[str]:
@@ -34,12 +34,13 @@ def prepare_trackers(config: Config, run: RunDir) -> list[str]:
         )
     for name, variable in PLACES.items():
         if name in config.watch.report_to:
-            os.environ.setdefault(variable, str(run.path / name))
+            folder = run.path if name == "wandb" else run.path / name  # wandb adds the folder itself
+            os.environ.setdefault(variable, str(folder))
     return config.watch.report_to or ["none"]
 
 
 def figures(record: dict, sent: Container[str] = ()) -> dict[str, float]:
-    """The numbers of a line of metrics.jsonl by grouped names (`seconds/rollout`, `sampler/k3`), without those in
+    """The numbers of a line of metrics.jsonl under its own names, a nested one as `seconds/rollout`, without those in
     `sent` and without null and non-finite ones."""
     found: dict[str, float] = {}
 
@@ -51,13 +52,7 @@ def figures(record: dict, sent: Container[str] = ()) -> dict[str, float]:
                 found[prefix + key] = value
 
     visit("", {key: value for key, value in record.items() if key not in OF_THE_RUN})
-    named = {_grouped(key): value for key, value in found.items()}
-    return {key: value for key, value in named.items() if key not in sent}
-
-
-def _grouped(key: str) -> str:
-    group, _, rest = key.partition("_")
-    return f"{group}/{rest}" if group in GROUPS and rest and "/" not in key else key
+    return {key: value for key, value in found.items() if key not in sent}
 
 
 def send_completions(trackers: list[str], callbacks: "list[TrainerCallback]", step: int, rows: list[dict]) -> None:
@@ -65,7 +60,7 @@ def send_completions(trackers: list[str], callbacks: "list[TrainerCallback]", st
     if not rows or not trackers:
         return
     table = [_flat(row) for row in rows]
-    columns = list(table[0])
+    columns = list(dict.fromkeys(column for row in table for column in row))
     for callback in callbacks:
         if (writer := getattr(callback, "tb_writer", None)) is not None:  # TensorBoardCallback's
             writer.add_text("completions", _markdown(columns, table), step)
@@ -76,16 +71,18 @@ def send_completions(trackers: list[str], callbacks: "list[TrainerCallback]", st
         import pandas
 
         trackio = importlib.import_module("trackio")
-        trackio.log({"completions": trackio.Table(dataframe=pandas.DataFrame(table))}, step=step)
+        frame = pandas.DataFrame(table, columns=columns)
+        trackio.log({"completions": trackio.Table(dataframe=frame)}, step=step)
 
 
 def _flat(row: dict) -> dict:
-    """A row of completions/step-*.jsonl with a column for each reward."""
+    """A row of completions/step-*.jsonl with a column for each reward, and text for what is nested."""
     rewards = {f"reward {name}": value for name, value in row["rewards"].items()}
     flat = {key: value for key, value in row.items() if key != "rewards"} | rewards
     if isinstance(row["prompt"], list):  # the messages of a conversation
         flat["prompt"] = "\n\n".join(message["content"] for message in row["prompt"])
-    return flat
+    nested = {key: value for key, value in flat.items() if isinstance(value, dict | list)}  # an episode's turns
+    return flat | {key: json.dumps(value, ensure_ascii=False) for key, value in nested.items()}
 
 
 def _markdown(columns: list[str], rows: list[dict]) -> str:

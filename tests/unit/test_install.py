@@ -66,6 +66,7 @@ BROUGHT_BY_VLLM = {"vllm", "fastapi", "starlette", "triton", "pynvml"}
 # bench/bench_update.py runs Unsloth beside the kit where it is installed.
 OF_OTHER_ENVIRONMENTS = {"llmcompressor", "verl", "hydra", "omegaconf", "unsloth", "modelopt"}
 OF_OTHER_ENVIRONMENTS |= {"openenv", "fastmcp", "uvicorn", "pydantic", "jsonschema", "verifiers"}
+OF_OTHER_ENVIRONMENTS |= {"tensorboard", "trackio", "wandb"}  # tests/smoke/read_trackers.py, in .venv-trackers
 # In requirements-cuda.txt alone: their kernels need a GPU.
 OF_GPUS = {"liger_kernel", "cudnn"}
 
@@ -161,6 +162,15 @@ def test_the_readme_says_that_the_pinned_cuda_versions_never_ran_until_a_figure_
     said = f"The pinned CUDA environment (torch {pinned['torch']}, vLLM {pinned['vllm']}) has never run on a GPU."
     assert measured and (said in limits) == (pinned["torch"] not in measured)
     assert all(f"torch {version}" in limits for version in measured)
+
+
+def test_make_help_lists_every_target_in_a_line():
+    text = (ROOT / "Makefile").read_text()
+    targets = {name for line in re.findall(r"^\.PHONY:(.*)", text, re.M) for name in line.split()}
+    said = processes.run(["make", "--no-print-directory", "help"], cwd=ROOT).stdout
+    listed = {name for line in re.findall(r"^make ([\w, -]+?)(?:  |$)", said, re.M) for name in line.split(", ")}
+    assert listed == targets
+    assert max(map(len, said.splitlines())) <= 120
 
 
 def cuda_pins() -> str:

@@ -61,6 +61,9 @@ def test_files_go_into_the_run_unless_the_user_says_otherwise(tmp_path, places):
     assert prepare_trackers(config_of("tensorboard", "wandb"), RunDir(tmp_path)) == ["tensorboard", "wandb"]
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "tensorboard")
     assert os.environ["WANDB_DIR"] == "elsewhere"
+    places.delenv("WANDB_DIR")
+    prepare_trackers(config_of("wandb"), RunDir(tmp_path))
+    assert os.environ["WANDB_DIR"] == str(tmp_path), "wandb adds its name"
 
 
 class Writer:
@@ -120,7 +123,7 @@ def test_trl_feeds_a_tracker_with_every_step(tracked):
         assert [values[f"train/{key}"] for values in steps] == [row[key] for row in rows], key
 
 
-def test_a_tracker_gets_each_number_of_a_metrics_line_once_by_grouped_names(tracked):
+def test_a_tracker_gets_each_number_of_a_metrics_line_once_under_its_name(tracked):
     rows, _, _, writer = tracked
     assert writer.log_dir.endswith("TENSORBOARD_LOGGING_DIR")
     for step, row in enumerate(rows, 1):
@@ -143,13 +146,13 @@ def test_a_tracker_gets_a_table_of_the_sampled_completions(tracked):
     assert table == {"columns": names.split(" | "), "rows": 3}
 
 
-def test_what_is_null_or_sent_already_is_left_out_and_groups_share_a_name():
+def test_what_is_null_or_sent_already_is_left_out_and_names_are_those_of_the_file():
     record = {"step": 1, "time": 2.0, "kl": 0.5, "loss": None, "grad_norm": math.nan, "sampler_k3": 0.1}
     record |= {"canary_delta": 0.2, "quant_clip_fraction": 0.0, "sync_seconds": {"write": 1.5}, "noise_seed": 7}
     record |= {"unknown_rewards": {"math": {"timeout": 2}}, "rewards": {"math": None}, "sampler_ess": 0.9}
-    expected = {"canary/delta": 0.2, "quant/clip_fraction": 0.0, "sync_seconds/write": 1.5, "noise/seed": 7}
-    expected |= {"unknown_rewards/math/timeout": 2, "sampler/ess": 0.9}
-    assert figures(record, {"kl": 0.5, "sampler/k3": 0.1}) == expected
+    expected = {"canary_delta": 0.2, "quant_clip_fraction": 0.0, "sync_seconds/write": 1.5, "noise_seed": 7}
+    expected |= {"unknown_rewards/math/timeout": 2, "sampler_ess": 0.9}
+    assert figures(record, {"kl": 0.5, "sampler_k3": 0.1}) == expected
 
 
 def test_wandb_gets_the_completions_as_a_table_at_the_step(monkeypatch):
@@ -160,6 +163,11 @@ def test_wandb_gets_the_completions_as_a_table_at_the_step(monkeypatch):
     send_completions(["wandb"], [], 4, [row])
     columns = ["prompt", "completion", "advantage", "reward math"]
     assert logged == [{"completions": (columns, [["a|b", "c\nd", None, 1.0]]), "train/global_step": 4}]
+    episode = {**row, "prompt": [{"role": "user", "content": "é"}], "turns": [{"role": "tool", "content": "é"}]}
+    send_completions(["wandb"], [], 5, [row, episode])
+    columns, (first, second) = logged[1]["completions"]
+    assert columns[-1] == "turns" and first[-1] is None, "a column for what only some rows have"
+    assert second[0] == "é" and second[-1] == '[{"role": "tool", "content": "é"}]'
     writer = Writer("x")
     send_completions(["tensorboard"], [SimpleNamespace(tb_writer=writer)], 4, [row])
     assert writer.texts["completions", 4].splitlines()[2] == r"| a\|b | c<br>d | None | 1 |"
