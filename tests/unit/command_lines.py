@@ -193,6 +193,8 @@ def problem(command: Command) -> str | None:
         found = check(words[1:])
     if found and "required: " in found and (command.is_named or ELLIPSIS in words):
         found = None
+    if found and found.endswith(f"unrecognized arguments: {ELLIPSIS}"):  # it stands for arguments of its own
+        found = None
     found = found or _missing_file(words)
     return f"{command.where}: {found} in: {command.text}" if found else None
 
