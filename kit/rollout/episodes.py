@@ -120,6 +120,8 @@ class EpisodeRunner:
         self.environment, self.tokens = environment, tokens
         self.limits, self.rollout = config.environment, config.rollout
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Parsing and rendering hundreds of turns takes seconds; on the loop, their tools would be out of time.
+        self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="episode-texts")
 
     def submit(
         self, rows: list[dict], sampler: TurnSampler, stop_ids: list[int]
@@ -153,7 +155,7 @@ class EpisodeRunner:
         try:
             result.episode = episode = await self._timed(result, in_thread(self.environment.start, row))
             result.prompt = episode.prompt
-            result.prompt_ids = self.tokens.prompt_ids(episode.prompt, episode.tools)
+            result.prompt_ids = await self._off_loop(self.tokens.prompt_ids, episode.prompt, episode.tools)
             if len(result.prompt_ids) > self.rollout.max_prompt_length:
                 raise UnknownEpisode("prompt_too_long")
             result.end = await self._turns(number, episode, result, sampler, stops)
@@ -180,7 +182,7 @@ class EpisodeRunner:
         while (room := longest - len(result.completion_ids)) > 0:
             before = result.prompt_ids + result.completion_ids
             turn = await sampler.turn(number, before, min(room, limits.max_turn_tokens or room))
-            reply = self.tokens.reply(turn.token_ids, before, episode.tools)
+            reply = await self._off_loop(self.tokens.reply, turn.token_ids, before, episode.tools)
             result.add_turn(turn, reply)
             if turn.token_ids[-1] not in stops:
                 await self._timed(result, episode.cut_off(reply))
@@ -190,16 +192,21 @@ class EpisodeRunner:
                 return DONE
             if result.turns == limits.max_turns:
                 return TURNS
-            answer = [self.tokens.cut(message, limits.max_observation_tokens, longest) for message in answer]
-            ids = self._rendered(answer)
+            answer, ids = await self._off_loop(self._rendered, answer)
             if len(result.completion_ids) + len(ids) > longest:
                 return LENGTH
             result.add_answer(ids, answer)
         return LENGTH
 
-    def _rendered(self, answer: list[Message]) -> list[int]:
+    async def _off_loop(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._texts, function, *arguments)
+
+    def _rendered(self, answer: list[Message]) -> tuple[list[Message], list[int]]:
+        """The answer, cut to its limit, and its token ids."""
+        most, longest = self.limits.max_observation_tokens, self.rollout.max_completion_length
+        answer = [self.tokens.cut(message, most, longest) for message in answer]
         try:
-            return self.tokens.observation_ids(answer)
+            return answer, self.tokens.observation_ids(answer)
         except ValueError:
             roles = ", ".join(message["role"] for message in answer)
             raise CheckFailed(

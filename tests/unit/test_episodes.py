@@ -101,6 +101,23 @@ def test_slow_tools_hold_up_their_own_episodes_only():
     assert [one.messages[-1]["content"] for one in results] == ["slow"] * 8 + ["fast"] * 8
 
 
+def test_a_call_is_in_time_however_long_the_turns_of_others_take_to_read(monkeypatch):
+    """A turn that takes 20 ms to parse, in 40 episodes: .8 s in which a call of no time must not run out of .3 s."""
+    made = runner(factory=f"{HERE}:PaidCounter", tool_timeout_s=0.3)
+    read = made.tokens.reply
+
+    def slowly(*arguments):
+        ended = time.monotonic() + 0.02
+        while time.monotonic() < ended:  # computes, as a parser does
+            pass
+        return read(*arguments)
+
+    monkeypatch.setattr(made.tokens, "reply", slowly)
+    results = play(made, [[ADD, "1" + END]] * 40)
+    assert [one.failures for one in results] == [{}] * 40
+    assert all(one.environment_s < 0.3 for one in results)
+
+
 def test_an_episode_out_of_time_is_unknown_and_the_others_go_on():
     texts = [[call("hang", seconds=5) + END], [call("wait", seconds=5) + END], [ADD, "1" + END]]
     made = runner(factory=f"{HERE}:PaidCounter", tool_timeout_s=0.3, episode_timeout_s=0.3)
