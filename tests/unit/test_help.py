@@ -10,7 +10,8 @@ from kit.core import formats
 from kit.core.config import choices
 from kit.core.config.checks import check_config
 from kit.core.config.field_types import spell_type
-from kit.core.config.load import describe, load_config
+from kit.core.config.load import FIRST, describe, load_config
+from kit.core.config.load import leaves as keys_of
 from kit.core.config.schema import Config
 from kit.core.errors import KitError
 from reward import REWARDS, reward_functions
@@ -40,11 +41,17 @@ def refusal(key, value):
 
 # No closed set: what a value must look like stands in the message.
 OPEN = {"rollout.server_urls": "http://127.0.0.1:8000", "policy.target_modules": "all-linear, or names"}
+OPEN |= {"environment.factory": "module:callable", "environment.tools": "module:function, or python"}
 OPEN |= {"environment.factory": "or openenv, verifiers", "environment.tools": "as module:function, or python"}
 
 
+def described() -> dict[str, str]:
+    """The line of each key."""
+    return {line.split()[0]: line for line in describe().splitlines() if line.startswith("  ")}
+
+
 def test_help_names_the_choices_of_every_key_that_refuses_a_made_up_text():
-    lines = {line.split()[0]: line for line in describe().splitlines()}
+    lines = described()
     refused = {}
     for key, hint in leaves():
         value = "[made-up]" if typing.get_origin(hint) is list else "made-up"
@@ -71,3 +78,37 @@ def test_help_names_the_choices_of_every_key_that_refuses_a_made_up_text():
     }.items():
         assert f" of {', '.join(named)})" in lines[key], key
     assert "longer: dropped, up to data.max_bad_fraction" in lines["rollout.max_prompt_length"]
+
+
+def test_help_has_every_key_once_and_the_ten_that_matter_first():
+    listed = [line.split()[0] for line in describe().splitlines() if line.startswith("  ")]
+    assert sorted(listed) == sorted(keys_of())
+    assert tuple(listed[:10]) == FIRST and describe().startswith("The keys that matter first:")
+    required = {key for key, line in described().items() if "(required)" in line}
+    assert required <= {*FIRST}
+
+
+def test_help_uses_the_words_of_the_field():
+    lines = described()
+    for key, words in {
+        "train.recompute": "gradient checkpointing",
+        "policy.compute": "matmuls",
+        "rollout.overlap": "off-policy lag",
+        "rollout.correction": "importance sampling correction",
+        "rollout.group_size": "num_generations",
+        "train.beta": "KL coefficient",
+        "train.micro_batch_tokens": "sequence packing",
+        "train.per_device_train_batch_size": "micro-batch",
+        "train.mask_truncated": "overlong filtering",
+        "train.recompute_offload": "activation offloading",
+    }.items():
+        assert words in lines[key], key
+
+
+def test_a_default_is_printed_as_one_would_write_it():
+    lines = described()
+    assert "(default null)" in lines["train.gpus"] and "(default false)" in lines["train.mask_truncated"]
+    assert (
+        "(default [math]; some of math, " in lines["reward.functions"]
+        and "(default empty)" in lines["data.prompt_suffix"]
+    )

@@ -21,6 +21,9 @@ from kit.core.errors import BadInput, did_you_mean
 from kit.core.format_names import read_quant_format
 
 FLAGS = ("config", "dry_run", "resume", "overwrite")  # of a recipe; suggested for a misspelled argument
+# What a new run sets or changes first, in the order of `--help`.
+FIRST = ("run.name", "model.id", "data.path", "reward.functions", "rollout.backend", "rollout.group_size")
+FIRST += ("rollout.max_completion_length", "policy.lora_rank", "train.learning_rate", "train.max_steps")
 # Groups that may be given as text, and the key that it stands for.
 SHORTHANDS = {"environment": "factory"}
 # Keys that were replaced, and how to write each value now.
@@ -84,7 +87,7 @@ def parse_command(description: str, arguments: list[str] | None = None) -> tuple
     """The configuration and the flags (`dry_run`, `resume`, `overwrite`) of a recipe's command line."""
     parser = argparse.ArgumentParser(
         description=description.strip(),
-        epilog="Every key of the YAML can be given as --group.key value:\n" + describe(),
+        epilog="Every key of the YAML can be given as --group.key value.\n\n" + describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -117,15 +120,33 @@ def choices_of(hint: Any, item: dataclasses.Field) -> tuple:
 
 
 def describe() -> str:
-    """One line per key: name, default, choices, meaning."""
-    lines = []
-    for key, (hint, item) in leaves().items():
-        default = item.default if item.default_factory is MISSING else item.default_factory()
-        shown = "required" if default is MISSING else f"default {default!r}"
-        if choices := choices_of(hint, item):
-            shown += f"; {'some' if isinstance(default, list) else 'one'} of {', '.join(map(str, choices))}"
-        lines.append(f"  {key} ({shown}): {item.metadata['help']}")
-    return "\n".join(lines)
+    """One line per key: name, default, choices, meaning; those of `FIRST` before the others."""
+    lines = {key: _described(key, hint, item) for key, (hint, item) in leaves().items()}
+    groups: dict[str, list[str]] = {}
+    for key, line in lines.items():
+        if key not in FIRST:
+            groups.setdefault(key.partition(".")[0], []).append(line)
+    first = "\n".join(["The keys that matter first:", *(lines[key] for key in FIRST)])
+    return "\n\n".join([first, *("\n".join([f"{group}:", *found]) for group, found in groups.items())])
+
+
+def _described(key: str, hint: Any, item: dataclasses.Field) -> str:
+    default = item.default if item.default_factory is MISSING else item.default_factory()
+    shown = "required" if default is MISSING else f"default {_as_in_yaml(default)}"
+    if hint is not bool and (choices := choices_of(hint, item)):
+        shown += f"; {'some' if isinstance(default, list) else 'one'} of {', '.join(map(str, choices))}"
+    return f"  {key} ({shown}): {item.metadata['help']}"
+
+
+def _as_in_yaml(value: Any) -> str:
+    """A default as one would write it."""
+    if value == "":
+        return "empty"
+    return (
+        value
+        if isinstance(value, str)
+        else yaml.safe_dump(value, default_flow_style=True, width=1000).split("\n...")[0].strip()
+    )
 
 
 def _written_out(values: dict) -> dict:

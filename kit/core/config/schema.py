@@ -97,7 +97,7 @@ class ModelConfig:
 class PolicyConfig:
     quantization: Literal["nf4", "fp8", "none"] = _option("nf4", "storage of the frozen base; none: model.dtype")
     double_quantization: bool = _option(True, "quantize nf4's block scales too: 4.13 instead of 4.5 bits per weight")
-    lora_rank: int = _option(16, "rank of the adapter", FROM_1)
+    lora_rank: int = _option(16, "rank r of the adapter", FROM_1)
     expert_rank: int | None = _option(
         None, "rank of the adapter on each routed expert; null: lora_rank; 0: experts get no adapter", FROM_0
     )
@@ -153,7 +153,7 @@ class RolloutConfig:
         "in process: make each weight once per rollout instead of for every token; auto: if the weights take at most "
         "half of the free memory",
     )
-    overlap: bool = _option(False, "generate the next batch during the update: one step off-policy, corrected")
+    overlap: bool = _option(False, "generate the next batch during the update: off-policy lag of one step, corrected")
     resample_rounds: int = _option(
         0, "dynamic sampling: rounds per step that replace groups without signal by fresh problems; 0 = off", FROM_0
     )
@@ -169,7 +169,8 @@ class RolloutConfig:
         "take these",
     )
     correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"] = _option(
-        "token_truncate", "importance correction for the sampler-trainer mismatch"
+        "token_truncate",
+        "importance sampling correction for the sampler-trainer mismatch; token_truncate is TIS, token_mask is MIS",
     )
     correction_cap: float = _option(2.0, "cap C of the importance ratio")
     server_urls: list[str] = _option(["http://127.0.0.1:8000"], "base URLs of the vLLM replicas")
@@ -336,15 +337,18 @@ class TrainConfig:
     )
     loss: str | None = _option(None, "your own loss as module:function, instead of loss_type (kit/README.md)")
     scale_rewards: Literal["group", "batch", "none"] | None = _option(
-        None, "divide advantages by the spread of the group or batch; default none for dr_grpo, group otherwise"
+        None,
+        "divide advantages by the standard deviation of the group or batch; default none for dr_grpo, group otherwise",
     )
-    beta: float = _option(0.01, "weight of the KL to the reference", FROM_0)
+    beta: float = _option(0.01, "KL coefficient: weight of the KL to the reference", FROM_0)
     kl_in_reward: bool = _option(
         False, "subtract beta times the KL of a completion's tokens from its reward, instead of a KL term in the loss"
     )
     epsilon: float = _option(0.2, "lower clip of the probability ratio", ABOVE_0)
     epsilon_high: float | None = _option(
-        None, "upper clip; default epsilon (DAPO: 0.28); with cispo the cap of the ratio itself (5.0)", ABOVE_0
+        None,
+        "upper clip (clip-higher); default epsilon (DAPO: 0.28); with cispo the cap of the ratio itself (5.0)",
+        ABOVE_0,
     )
     delta: float | None = _option(
         None, "two-sided clipping: upper bound of the ratio where the advantage is negative", ABOVE_0
@@ -354,13 +358,17 @@ class TrainConfig:
     )
     entropy_coef: float = _option(0.0, "weight of the entropy bonus: the step's mean entropy, nats per token", FROM_0)
     num_iterations: int = _option(1, "updates per batch of rollouts", FROM_1)
-    mask_truncated: bool = _option(False, "leave truncated completions out of the loss")
-    per_device_train_batch_size: int = _option(8, "completions per forward on one device", FROM_1)
+    mask_truncated: bool = _option(False, "leave truncated completions out of the loss: DAPO's overlong filtering")
+    per_device_train_batch_size: int = _option(8, "micro-batch size: completions per forward on one device", FROM_1)
     gradient_accumulation_steps: int = _option(1, "forwards per optimizer step", FROM_1)
     micro_batch_tokens: int | None = _option(
-        None, "tokens per forward, without padding, instead of per_device_train_batch_size completions", FROM_1
+        None,
+        "sequence packing: tokens per forward, without padding, instead of per_device_train_batch_size completions",
+        FROM_1,
     )
-    share_prompts: bool = _option(True, "with micro_batch_tokens: compute the prompt of a group once")
+    share_prompts: bool = _option(
+        True, "with micro_batch_tokens: prefix sharing, the prompt of a group is computed once"
+    )
     packed_attention: Literal["flash", "cudnn", "flex"] = _option(
         "flash", "with micro_batch_tokens on a GPU: FlashAttention or cuDNN, in half precision, or FlexAttention"
     )
@@ -375,11 +383,14 @@ class TrainConfig:
     )
     recompute: Literal["full", "selective", "none", "auto"] = _option(
         "full",
-        "what the backward pass recomputes: full, decoder layers; selective, all but matmuls and attention; none; "
+        "gradient checkpointing: full recomputes decoder layers in the backward pass; selective all but matmuls and "
+        "attention; none; "
         "auto, the least for which the plan's upper memory estimate fits the GPU",
     )
     recompute_fraction: float = _option(1.0, "share of the decoder layers that recompute applies to, evenly spread")
-    recompute_offload: bool = _option(False, "with recompute: keep the layers' inputs in pinned host memory")
+    recompute_offload: bool = _option(
+        False, "activation offloading: with recompute, keep the layers' inputs in pinned host memory"
+    )
     save_steps: int = _option(50, "steps between checkpoints and published adapters", FROM_1)
     keep_checkpoints: int = _option(2, "training checkpoints to keep; adapters are all kept", FROM_1)
     trl: dict[str, Any] = _option({}, "further GRPOConfig fields by their TRL name")
