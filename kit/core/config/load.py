@@ -22,7 +22,14 @@ from kit.core.format_names import read_quant_format
 
 FLAGS = ("config", "dry_run", "resume", "overwrite")  # of a recipe; suggested for a misspelled argument
 # What a new run sets or changes first, in the order of `--help`.
-FIRST = ("run.name", "model.id", "data.path", "reward.functions", "rollout.backend", "rollout.group_size")
+FIRST: tuple[str, ...] = (
+    "run.name",
+    "model.id",
+    "data.path",
+    "reward.functions",
+    "rollout.backend",
+    "rollout.group_size",
+)
 FIRST += ("rollout.max_completion_length", "policy.lora_rank", "train.learning_rate", "train.max_steps")
 # Groups that may be given as text, and the key that it stands for.
 SHORTHANDS = {"environment": "factory"}
