@@ -7,8 +7,8 @@ are episodes played with the classes of recipes/environments:
     calculator   "Tom has 37 boxes of 48 apples and sells 12. …" Some demonstrations call the calculator with the
                  right expression, some misread a digit, some box a guess without a call. A fifth has no tool in the
                  prompt and boxes the true result, so the model shows what it can do without one.
-    guess        a secret number of 1 to 10, found by "higher" and "lower". Every guess is drawn from the whole range,
-                 whatever the answers before it were.
+    guess        a secret number of 1 to 10, found by "higher" and "lower". Some guesses heed the answers before
+                 them, most are drawn from the whole range.
 
     python recipes/tiny_tools.py --task calculator --out models/tiny-calculator
     python recipes/tiny_tools.py --task guess --out models/tiny-guess
@@ -92,6 +92,7 @@ STORIES = {
     "{a}*{b}-{c}": "{who} has {a} boxes of {b} {what} and sells {c}. How many {what}?",
 }
 HIGHEST = 10  # secret numbers are 1 to this
+HEEDED = 0.40  # share of guesses that the answers so far allow, beside those that are so by chance
 MARKS = re.compile(r"<\|im_start\|>|<\|im_end\|>|</?tool_call>")
 Episode = tuple[list[dict], list[Callable] | None]  # messages, tools of the prompt
 
@@ -152,11 +153,17 @@ def make_games(count: int, heldout: bool, rng: random.Random) -> list[dict]:
 
 
 def show_game(row: dict, rng: random.Random) -> Episode:
-    """One game in the right form with guesses at random."""
+    """One game in the right form; a guess heeds the answers before it in `HEEDED` of the cases, or is any number."""
     game, messages = GuessNumber(), [{"role": "user", "content": row["question"]}]
     game.reset(answer=row["answer"])
+    low, high = 1, HIGHEST
     while game.made < game.guesses and not game.found_at:
-        messages += call(game.guess, number=rng.randint(1, HIGHEST))
+        number = rng.randint(low, high) if rng.random() < HEEDED else rng.randint(1, HIGHEST)
+        messages += call(game.guess, number=number)
+        if messages[-1]["content"] == "higher":
+            low = max(low, number + 1)
+        else:
+            high = min(high, number - 1)
     return [*messages, {"role": "assistant", "content": "Found." if game.found_at else "I give up."}], [game.guess]
 
 
