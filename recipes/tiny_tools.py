@@ -91,8 +91,7 @@ STORIES = {
     "{a}*{b}+{c}": "{who} has {a} boxes of {b} {what} and buys {c} more. How many {what}?",
     "{a}*{b}-{c}": "{who} has {a} boxes of {b} {what} and sells {c}. How many {what}?",
 }
-HIGHEST = 10  # secret numbers are 1 to this
-HEEDED = 0.40  # share of guesses that the answers so far allow, beside those that are so by chance
+HEEDED = 0.30  # share of guesses within the range that is left, beside those that are so by chance
 MARKS = re.compile(r"<\|im_start\|>|<\|im_end\|>|</?tool_call>")
 Episode = tuple[list[dict], list[Callable] | None]  # messages, tools of the prompt
 
@@ -145,9 +144,10 @@ def show_sum(row: dict, rng: random.Random) -> Episode:
 def make_games(count: int, heldout: bool, rng: random.Random) -> list[dict]:
     """`count` games with a secret each; held-out ones have other numbers. A prompt names its game, so none repeats."""
     numbers = rng.sample(range(0 if heldout else 1, 100_000, 2), count)
-    secrets = [rng.randint(1, HIGHEST) for _ in numbers]
+    highest = GuessNumber().highest
+    secrets = [rng.randint(1, highest) for _ in numbers]
     return [
-        {"question": f"Game {number}: find my number, 1 to {HIGHEST}.", "answer": str(secret)}
+        {"question": f"Game {number}: find my number, 1 to {highest}.", "answer": str(secret)}
         for number, secret in zip(numbers, secrets, strict=True)
     ]
 
@@ -156,14 +156,9 @@ def show_game(row: dict, rng: random.Random) -> Episode:
     """One game in the right form; a guess heeds the answers before it in `HEEDED` of the cases, or is any number."""
     game, messages = GuessNumber(), [{"role": "user", "content": row["question"]}]
     game.reset(answer=row["answer"])
-    low, high = 1, HIGHEST
     while game.made < game.guesses and not game.found_at:
-        number = rng.randint(low, high) if rng.random() < HEEDED else rng.randint(1, HIGHEST)
-        messages += call(game.guess, number=number)
-        if messages[-1]["content"] == "higher":
-            low = max(low, number + 1)
-        else:
-            high = min(high, number - 1)
+        low, high = (game.low, game.high) if rng.random() < HEEDED else (1, game.highest)
+        messages += call(game.guess, number=rng.randint(low, high))
     return [*messages, {"role": "assistant", "content": "Found." if game.found_at else "I give up."}], [game.guess]
 
 

@@ -8,20 +8,19 @@ secret is the row's `answer`, which the prompt does not show; the environment pa
 
 
 class GuessNumber:
-    """Answers each guess with "higher", "lower" or "found"; earlier finds pay more.
+    """Answers each guess with "higher", "lower" or "found", and the numbers that are left; earlier finds pay more.
 
-    `guesses` is the number of guesses that can still be paid.
+    Secrets are 1 to `highest`; `guesses` is the number of guesses that can be paid.
     """
 
-    def __init__(self, guesses: int = 4) -> None:
-        self.guesses = guesses
-        self.secret = 0
-        self.made = 0
-        self.found_at = 0  # number of the guess that found it; 0 while none has
+    def __init__(self, guesses: int = 4, highest: int = 10) -> None:
+        self.guesses, self.highest = guesses, highest
+        self.reset(answer="1")
 
     def reset(self, answer: str, **columns: object) -> None:
         """Start a game; `answer` is the secret number."""
-        self.secret, self.made, self.found_at = int(answer), 0, 0
+        self.secret, self.low, self.high = int(answer), 1, self.highest
+        self.made, self.found_at = 0, 0  # guesses so far, and the one of them that found it; 0 while none has
 
     def guess(self, number: int) -> str:
         """
@@ -31,16 +30,25 @@ class GuessNumber:
             number: The guess.
 
         Returns:
-            "higher" if the secret is higher than the guess, "lower" if it is lower, "found" if it is the guess.
+            "found", or whether the secret is higher or lower than the guess, with the range that is left.
         """
         self.made += 1
         if number == self.secret:
             self.found_at = self.found_at or self.made
             return "found"
-        return "higher" if number < self.secret else "lower"
+        if number < self.secret:
+            self.low = max(self.low, number + 1)
+            return f"higher, {self.low} to {self.high}"
+        self.high = min(self.high, number - 1)
+        return f"lower, {self.low} to {self.high}"
 
     def get_reward(self) -> float:
         """1 for the first guess, down to 1/`guesses` for the last one that counts; 0 if the number was not found."""
         if not 0 < self.found_at <= self.guesses:
             return 0.0
         return (self.guesses + 1 - self.found_at) / self.guesses
+
+
+def found(environments: list, **columns: object) -> list[float]:
+    """1 if the number was found within the guesses that can be paid, else 0: a reward to measure, of weight 0."""
+    return [float(game.get_reward() > 0) for game in environments]

@@ -13,8 +13,8 @@ from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_re
 from kit.core.errors import BadInput
 from kit.core.run_directory import read_manifest
 from recipes.environments.calculator import Calculator
-from recipes.environments.guess import GuessNumber
-from recipes.tiny_tools import HIGHEST, TASKS, encode, main
+from recipes.environments.guess import GuessNumber, found
+from recipes.tiny_tools import TASKS, encode, main
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +117,7 @@ def test_no_held_out_pair_of_factors_and_no_held_out_game_is_trained_on(models):
     assert not {factors(row) for row in sums["train"]} & {factors(row) for row in sums["heldout"]}
     games = {name: read(models["guess"], name) for name in ("train", "heldout")}
     assert not {row["question"] for row in games["train"]} & {row["question"] for row in games["heldout"]}
-    assert {int(row["answer"]) for row in games["train"]} == set(range(1, HIGHEST + 1))
+    assert {int(row["answer"]) for row in games["train"]} == set(range(1, GuessNumber().highest + 1))
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,23 @@ def test_the_calculator_refuses_what_is_not_whole_numbers_with_plus_minus_times(
         Calculator().calculate(expression)
 
 
-def test_a_game_pays_the_first_find_by_the_number_of_guesses():
+@pytest.mark.parametrize(
+    "guesses, answers, paid",
+    [
+        ([7], ["found"], 1.0),
+        ([3, 9, 7], ["higher, 4 to 10", "lower, 4 to 8", "found"], 0.5),
+        ([5, 2, 99, -1], ["higher, 6 to 10", "higher, 6 to 10", "lower, 6 to 10", "higher, 6 to 10"], 0.0),
+        ([1, 2, 3, 4, 7], ["higher, 2 to 10", "higher, 3 to 10", "higher, 4 to 10", "higher, 5 to 10", "found"], 0.0),
+        ([7, 8, 7], ["found", "lower, 1 to 7", "found"], 1.0),
+        ([], [], 0.0),
+    ],
+)
+def test_a_game_pays_the_first_find_by_the_number_of_guesses(guesses, answers, paid):
     game = GuessNumber(guesses=4)
-    for guesses, paid in [([7], 1.0), ([3, 9, 7], 0.5), ([1, 2, 3, 4, 7], 0.0), ([7, 1, 7], 1.0), ([1], 0.0), ([], 0)]:
-        game.reset(answer="7", question="…")
-        said = [game.guess(number) for number in guesses]
-        expected = ["found" if number == 7 else "higher" if number < 7 else "lower" for number in guesses]
-        assert said == expected and game.get_reward() == paid
+    for _ in range(2):  # the second game on the same instance, as TRL reuses it
+        game.reset(answer="7", problem_id="a column that the game does not know")
+        assert [game.guess(number) for number in guesses] == answers
+        assert game.get_reward() == paid and found([game], completions=["…"]) == [float(paid > 0)]
 
 
 @pytest.mark.parametrize(
