@@ -8,9 +8,9 @@ secret is the row's `answer`, which the prompt does not show; the environment pa
 
 
 class GuessNumber:
-    """Answers each guess with "higher", "lower" or "found", and the numbers that are left; earlier finds pay more.
+    """Answers each guess with "higher", "lower" or "found", and the numbers that are left.
 
-    Secrets are 1 to `highest`; `guesses` is the number of guesses that can be paid.
+    Secrets are 1 to `highest`; `guesses` is the number of guesses that count.
     """
 
     def __init__(self, guesses: int = 4, highest: int = 10) -> None:
@@ -43,12 +43,5 @@ class GuessNumber:
         return f"lower, {self.low} to {self.high}"
 
     def get_reward(self) -> float:
-        """1 for the first guess, down to 1/`guesses` for the last one that counts; 0 if the number was not found."""
-        if not 0 < self.found_at <= self.guesses:
-            return 0.0
-        return (self.guesses + 1 - self.found_at) / self.guesses
-
-
-def found(environments: list, **columns: object) -> list[float]:
-    """1 if the number was found within the guesses that can be paid, else 0: a reward to measure, of weight 0."""
-    return [float(game.get_reward() > 0) for game in environments]
+        """1 if the number was found within the guesses that count, else 0."""
+        return float(0 < self.found_at <= self.guesses)

@@ -13,7 +13,7 @@ from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_re
 from kit.core.errors import BadInput
 from kit.core.run_directory import read_manifest
 from recipes.environments.calculator import Calculator
-from recipes.environments.guess import GuessNumber, found
+from recipes.environments.guess import GuessNumber
 from recipes.tiny_tools import TASKS, encode, main
 from tests import processes
 
@@ -157,19 +157,19 @@ def test_the_calculator_refuses_what_is_not_whole_numbers_with_plus_minus_times(
     "guesses, answers, paid",
     [
         ([7], ["found"], 1.0),
-        ([3, 9, 7], ["higher, 4 to 10", "lower, 4 to 8", "found"], 0.5),
+        ([3, 9, 7], ["higher, 4 to 10", "lower, 4 to 8", "found"], 1.0),
         ([5, 2, 99, -1], ["higher, 6 to 10", "higher, 6 to 10", "lower, 6 to 10", "higher, 6 to 10"], 0.0),
         ([1, 2, 3, 4, 7], ["higher, 2 to 10", "higher, 3 to 10", "higher, 4 to 10", "higher, 5 to 10", "found"], 0.0),
         ([7, 8, 7], ["found", "lower, 1 to 7", "found"], 1.0),
         ([], [], 0.0),
     ],
 )
-def test_a_game_pays_the_first_find_by_the_number_of_guesses(guesses, answers, paid):
+def test_a_game_pays_a_find_within_the_guesses_that_count(guesses, answers, paid):
     game = GuessNumber(guesses=4)
     for _ in range(2):  # the second game on the same instance, as TRL reuses it
         game.reset(answer="7", problem_id="a column that the game does not know")
         assert [game.guess(number) for number in guesses] == answers
-        assert game.get_reward() == paid and found([game], completions=["…"]) == [float(paid > 0)]
+        assert game.get_reward() == paid
 
 
 @pytest.mark.parametrize(
