@@ -7,8 +7,8 @@ are episodes played with the classes of recipes/environments:
     calculator   "Tom has 37 boxes of 48 apples and sells 12. …" Some demonstrations call the calculator with the
                  right expression, some misread a digit, some box a guess without a call. A fifth has no tool in the
                  prompt and boxes the true result, so the model shows what it can do without one.
-    guess        a secret number of 1 to 10, found by "higher" and "lower". Some guesses heed the answers before
-                 them, most are drawn from the whole range.
+    guess        a secret number of 1 to 7, found by "higher" and "lower". A quarter of the games are played well, in the
+                 others every guess is drawn from the whole range.
 
     python recipes/tiny_tools.py --task calculator --out models/tiny-calculator
     python recipes/tiny_tools.py --task guess --out models/tiny-guess
@@ -91,7 +91,7 @@ STORIES = {
     "{a}*{b}+{c}": "{who} has {a} boxes of {b} {what} and buys {c} more. How many {what}?",
     "{a}*{b}-{c}": "{who} has {a} boxes of {b} {what} and sells {c}. How many {what}?",
 }
-HEEDED = 0.30  # share of guesses within the range that is left, beside those that are so by chance
+PLAYED_WELL = 0.25  # share of the games of `guess`; in the others, guesses are at random
 MARKS = re.compile(r"<\|im_start\|>|<\|im_end\|>|</?tool_call>")
 Episode = tuple[list[dict], list[Callable] | None]  # messages, tools of the prompt
 
@@ -153,12 +153,13 @@ def make_games(count: int, heldout: bool, rng: random.Random) -> list[dict]:
 
 
 def show_game(row: dict, rng: random.Random) -> Episode:
-    """One game in the right form; a guess heeds the answers before it in `HEEDED` of the cases, or is any number."""
+    """One game in the right form: played well, by the middle of what is left, or with guesses at random."""
     game, messages = GuessNumber(), [{"role": "user", "content": row["question"]}]
     game.reset(answer=row["answer"])
+    is_played_well = rng.random() < PLAYED_WELL
     while game.made < game.guesses and not game.found_at:
-        low, high = (game.low, game.high) if rng.random() < HEEDED else (1, game.highest)
-        messages += call(game.guess, number=rng.randint(low, high))
+        number = (game.low + game.high) // 2 if is_played_well else rng.randint(1, game.highest)
+        messages += call(game.guess, number=number)
     return [*messages, {"role": "assistant", "content": "Found." if game.found_at else "I give up."}], [game.guess]
 
 

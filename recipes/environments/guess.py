@@ -3,7 +3,7 @@
 TRL's contract for `environment_factory`; imports nothing of the kit, so it also runs under `trl.GRPOTrainer`. The
 secret is the row's `answer`, which the prompt does not show; the environment pays the return itself (`get_reward`).
 
-    environment: {factory: recipes.environments.guess:GuessNumber, options: {guesses: 4}, max_turns: 5}
+    environment: {factory: recipes.environments.guess:GuessNumber, options: {guesses: 3}, max_turns: 4}
 """
 
 
@@ -13,7 +13,7 @@ class GuessNumber:
     Secrets are 1 to `highest`; `guesses` is the number of guesses that count.
     """
 
-    def __init__(self, guesses: int = 4, highest: int = 10) -> None:
+    def __init__(self, guesses: int = 3, highest: int = 7) -> None:
         self.guesses, self.highest = guesses, highest
         self.reset(answer="1")
 

@@ -165,7 +165,7 @@ def test_the_calculator_refuses_what_is_not_whole_numbers_with_plus_minus_times(
     ],
 )
 def test_a_game_pays_a_find_within_the_guesses_that_count(guesses, answers, paid):
-    game = GuessNumber(guesses=4)
+    game = GuessNumber(guesses=4, highest=10)
     for _ in range(2):  # the second game on the same instance, as TRL reuses it
         game.reset(answer="7", problem_id="a column that the game does not know")
         assert [game.guess(number) for number in guesses] == answers
