@@ -1,6 +1,7 @@
 """Environments by TRL's contract and tools: what is refused before weights load, calls, rewards, the sandbox."""
 
 import asyncio
+import time
 import warnings
 
 import pytest
@@ -10,7 +11,7 @@ from kit.core.config.load import config_from_dict, load_config, to_dict
 from kit.core.errors import BadInput, CheckFailed
 from kit.environments.episode import UnknownEpisode
 from kit.environments.load import load_environment
-from kit.environments.tools import call_tool
+from kit.environments.tools import ToolFailed, call_tool
 from reward.own import RewardFailed
 from tests.conftest import CONFIG
 from tests.unit import episode_cases
@@ -259,3 +260,23 @@ def test_code_that_hangs_or_dies_is_a_failed_call(python, code, reason):
 def test_the_cases_of_this_file_are_of_trls_contract():
     for one in (episode_cases.Counter, PaidCounter, episode_cases.LatePaidCounter):
         assert callable(one().reset) and one().reset() is None
+
+
+def test_a_result_that_was_there_in_time_counts_also_if_the_event_loop_notices_late():
+    def quick() -> str:
+        time.sleep(0.05)
+        return "done"
+
+    def slow() -> str:
+        time.sleep(0.8)
+        return "late"
+
+    async def busy(tool) -> str:
+        called = asyncio.create_task(call_tool(tool, {}, 0.5))
+        await asyncio.sleep(0.01)
+        time.sleep(1.0)  # what parsing and rendering for hundreds of episodes do to the loop
+        return await called
+
+    assert asyncio.run(busy(quick)) == "done"
+    with pytest.raises(ToolFailed, match="slow took longer than"):
+        asyncio.run(busy(slow))
