@@ -69,7 +69,7 @@ def complaints(path: Path) -> list[str]:
                     for name, value in announces(Path(arguments.config_file)).items():
                         patch.setenv(name, value)
                 check_config(config, arguments.num_processes)
-            reward_functions(config.reward)
+            reward_functions(config.reward, may_be_empty=config.environment.is_given)
         except KitError as error:
             found.append(str(error))
     return found + server_complaints(path, config)
