@@ -7,8 +7,8 @@ are episodes played with the classes of recipes/environments:
     calculator   "Tom has 37 boxes of 48 apples and sells 12. …" Some demonstrations call the calculator with the
                  right expression, some misread a digit, some box a guess without a call. A fifth has no tool in the
                  prompt and boxes the true result, so the model shows what it can do without one.
-    guess        a secret number of 1 to 7, found by "higher" and "lower". A quarter of the games are played well, in the
-                 others every guess is drawn from the whole range.
+    guess        a secret number of 1 to 7, found by "higher" and "lower". A quarter of the games are played well,
+                 in the others every guess is drawn from the whole range.
 
     python recipes/tiny_tools.py --task calculator --out models/tiny-calculator
     python recipes/tiny_tools.py --task guess --out models/tiny-guess
