@@ -14,8 +14,10 @@ import sys
 import time
 from pathlib import Path
 
+from kit.core.config.recipe import PLAIN
 from kit.core.errors import BAD_INPUT, CHECK_FAILED, BadInput, CheckFailed, run_command
 from kit.core.run_directory import RunDir, read_json
+from launch.starting.trainer_command import CPU, in_checkout
 
 BASE = Path("models/tiny-base")
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
@@ -117,13 +119,16 @@ def main() -> int:
     parser.add_argument("--dry_run", action="store_true", help="print the commands, run none")
     options = parser.parse_args()
     seconds: dict[str, float] = {}
-    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", in_checkout(CPU)]
     path = free_run("tiny" if options.seed == 0 else f"tiny-seed{options.seed}")
     run = RunDir(path)
     chosen = ["--run.name", path.name, "--run.seed", str(options.seed)]
-    steps = [("GRPO", [*launch, "recipes/grpo_qlora.py", "--config", CONFIG, *chosen], (0,)), *judging_steps(path)]
+    steps = [
+        ("GRPO", [*launch, in_checkout(PLAIN), "--config", in_checkout(CONFIG), *chosen], (0,)),
+        *judging_steps(path),
+    ]
     if not BASE.exists():
-        steps.insert(0, ("starting model", ["recipes/tiny_base.py", "--out", str(BASE)], (0,)))
+        steps.insert(0, ("starting model", [in_checkout("recipes/tiny_base.py"), "--out", str(BASE)], (0,)))
     code = walk(steps, seconds, options.dry_run)
     if options.dry_run:
         return 0

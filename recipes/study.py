@@ -24,6 +24,7 @@ from kit.core.errors import CHECK_FAILED, DONE, BadInput, run_command
 from kit.core.formats import FORMATS
 from kit.core.run_directory import MANIFEST, RunDir, manifest_as_written, read_json, write_json
 from kit.core.run_state import continuing_flags
+from launch.starting.trainer_command import ONE_GPU, in_checkout
 from recipes.quickstart import mean_reward, step
 
 POLICIES = ("base", "grpo")
@@ -40,7 +41,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--config", required=True, help="YAML of the run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run per seed (run.seed)")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, help="default: eval.formats of the configuration")
-    parser.add_argument("--launcher", default="accelerate_configs/one_gpu.yaml", help="accelerate configuration")
+    parser.add_argument("--launcher", default=in_checkout(ONE_GPU), help="accelerate configuration")
     parser.add_argument("--serving", action="store_true", help="time the formats of the first seed in vLLM")
     parser.add_argument("--batches", nargs="+", default=["1", "4", "16", "64", "256"], help="of --serving")
     parser.add_argument("--out", type=Path, help="where study.md and study.json go; default: runs/<run.name>-study")
@@ -74,7 +75,14 @@ class Study:
             own = ["--run.name", self.name(seed), "--run.seed", str(seed), "--run.output_dir", place]
             launch = ["-m", "accelerate.commands.launch", "--config_file", self.options.launcher]
             own += continuing_flags(run)
-            train = [*launch, recipe_of(self.config), "--config", self.options.config, *self.overrides, *own]
+            train = [
+                *launch,
+                in_checkout(recipe_of(self.config)),
+                "--config",
+                self.options.config,
+                *self.overrides,
+                *own,
+            ]
             yield f"seed {seed}: GRPO", train, (DONE,)
         # The nf4 cells of the evaluation are the NF4 base with and without the adapter: nothing is merged for them.
         if merged := [name for name in self.formats if name != "nf4" and not is_merged(run, name)]:

@@ -1,6 +1,6 @@
 """What a run's trackers hold, as JSON: {tracker: {"steps": {step: {name: number}}, "completions": [rows]}}.
 
-Run by the Python of .venv-trackers: `python tests/smoke/read_trackers.py RUN`, with TRACKIO_DIR as in the run.
+Run by the Python of .venv-trackers with the run directory as argument, and with TRACKIO_DIR as in the run.
 """
 
 import json
