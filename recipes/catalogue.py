@@ -20,6 +20,7 @@ from kit.core.config.recipe import recipe_of
 from kit.core.errors import DONE, BadInput, command_parser, did_you_mean, run_command
 
 FACTS = ("Hardware", "Measured")
+UNSTATED = "not stated"
 
 
 class Entry(NamedTuple):
@@ -32,13 +33,10 @@ class Entry(NamedTuple):
 
 
 def read_entry(path: Path) -> Entry:
-    """The row of a configuration; `BadInput` if its header lacks a line of `FACTS`."""
+    """The row of a configuration; a fact that its header does not state is `not stated`."""
     facts = dict(re.findall(rf"^# ({'|'.join(FACTS)}): (.+?)\.?$", path.read_text(), re.M))
-    if missing := [name for name in FACTS if name not in facts]:
-        lines = " and ".join(f"`# {name}: …`" for name in missing)
-        raise BadInput(f"{path} has no line {lines}. Add it above the first key.")
     recipe = Path(recipe_of(load_config(path))).name
-    return Entry(path.stem, recipe, *(facts[name] for name in FACTS))
+    return Entry(path.stem, recipe, *(facts.get(name, UNSTATED) for name in FACTS))
 
 
 def entries(words: list[str] = []) -> list[Entry]:  # noqa: B006  (never changed)
