@@ -90,9 +90,9 @@ class Import:
         from kit.weights.checkpoint import find_checkpoint
         from kit.weights.model_files import unquantized_config
 
-        described = unquantized_config(model.source, model.revision)
+        self.described = unquantized_config(model.source, model.revision)
         # transformers also reports a commit for a directory in the hub's cache.
-        commit = None if model.path else getattr(described, "_commit_hash", None)
+        commit = None if model.path else getattr(self.described, "_commit_hash", None)
         self.origin = {
             "model": str(Path(model.source).resolve()) if model.path else model.source,
             "revision": model.revision or commit,
@@ -190,13 +190,15 @@ class Import:
 
     def write(self) -> RunDir:
         """Hash the base and publish the run directory, all or nothing."""
+        from kit.weights.wrapped import wrapper_of
         from kit.weights.write_base import describe_base
 
         with publish(self.out) as partial:
             run = RunDir(partial)
             info = describe_base(self.source, **self.origin)
             write_json(run.base_file, info)
-            import_adapter(self.adapter, run.adapter_dir(0), 0, info["hash"])
+            wrapped = bool(wrapper_of(self.described))
+            import_adapter(self.adapter, run.adapter_dir(0), 0, info["hash"], wrapped)
             if self.rows:
                 run.completions.mkdir()
                 lines = "".join(json.dumps(row) + "\n" for row in self.rows)

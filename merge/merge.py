@@ -18,10 +18,12 @@ from safetensors import safe_open
 from kit.core import lora
 from kit.core.errors import BadInput
 from kit.core.run_directory import publish, read_json, write_manifest
+from kit.policy.adapter_files import language_key
 from kit.weights.frozen_base import BaseCheckpoint, BaseTensor
 from kit.weights.layout import expert_factors
 from kit.weights.nf4 import PIECE
 from kit.weights.shards import Behind, TensorFile, flush, name_files, stored_kinds
+from kit.weights.wrapped import wrapper_of
 from merge.chat_template import check_defaults, set_defaults
 
 # Files that make a checkpoint usable besides its weights, by the names that transformers 5 and earlier versions write.
@@ -72,11 +74,12 @@ def read_adapter(directory: Path, base: BaseCheckpoint) -> dict[str, Factors]:
         raise BadInput(f"{directory} cannot be merged: {'; '.join(why)}.")
     found: dict[str, dict[str, torch.Tensor]] = {}
     with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
-        for key in file.keys():
-            if _is_frozen_copy(key, file.get_tensor(key), base):
+        for stored in file.keys():
+            key = language_key(stored) if wrapper_of(base.config) else stored
+            if _is_frozen_copy(key, file.get_tensor(stored), base):
                 continue
             module, factor = _split_key(directory, key)
-            found.setdefault(module, {})[factor] = file.get_tensor(key)
+            found.setdefault(module, {})[factor] = file.get_tensor(stored)
     if not found:
         raise BadInput(f"{directory} holds no LoRA tensor.")
     updates: dict[str, Factors] = {}

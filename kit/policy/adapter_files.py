@@ -7,7 +7,6 @@ run directory and write its manifest there; the directory itself stays as it is.
 Not covered: pickled weights (adapter_model.bin), and what `kit.core.lora.reasons` names.
 """
 
-import shutil
 from pathlib import Path
 
 from kit.core import lora
@@ -20,8 +19,10 @@ from kit.core.run_directory import (
     publish,
     read_json,
     read_manifest,
+    write_json,
     write_manifest,
 )
+from kit.weights.wrapped import language_name
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # of module names in an adapter's file
@@ -59,7 +60,18 @@ def read_plain(directory: Path) -> dict:
     ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
     if odd := [rank for rank in ranks if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1]:
         raise BadInput(f"{directory / CONFIG}: r or rank_pattern holds {odd[0]!r}, and a rank is a number from 1 on.")
+    patterns = [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
+    if odd := [pattern for pattern in patterns if "language_model" in pattern]:
+        raise BadInput(
+            f"{directory / CONFIG}: rank_pattern or alpha_pattern has {odd[0]!r}, a name of a whole vision-language "
+            "model, and only its language model is used here. Write the patterns from `layers` on."
+        )
     return config
+
+
+def language_key(name: str) -> str:
+    """Name that a tensor of an adapter on a vision-language model has in an adapter on its language model."""
+    return PREFIX + language_name(name.removeprefix(PREFIX))
 
 
 def factor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -104,10 +116,11 @@ def _shape(config: dict) -> dict:
     }
 
 
-def import_adapter(directory: Path, final: Path, version: int, base_hash: str) -> Path:
+def import_adapter(directory: Path, final: Path, version: int, base_hash: str, is_wrapped: bool) -> Path:
     """Copy a plain adapter to `final` with a manifest, all or nothing, and return `final`.
 
-    `base_hash` is that of the base that the adapter is said to belong to. `BadInput` if a value is not finite, or if
+    `base_hash` is that of the base that the adapter is said to belong to. If a vision-language model wraps the base
+    (`is_wrapped`), the copy has the names of the language model. `BadInput` if a value is not finite, or if
     `final` exists.
     """
     from safetensors.torch import load_file, save_file
@@ -116,9 +129,14 @@ def import_adapter(directory: Path, final: Path, version: int, base_hash: str) -
 
     config = read_plain(directory)
     with publish(final) as partial:
-        shutil.copy(directory / CONFIG, partial / CONFIG)
         # Without the copies of base weights that peft adds for an adapted embedding.
-        tensors = {name: one for name, one in load_file(directory / WEIGHTS).items() if ".lora_" in name}
+        stored = {name: one for name, one in load_file(directory / WEIGHTS).items() if ".lora_" in name}
+        tensors = {language_key(name) if is_wrapped else name: one for name, one in stored.items()}
+        if tensors.keys() != stored.keys():  # the names and expressions of the config are of the whole model
+            names = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}
+            config |= {"target_modules": sorted(names), "exclude_modules": None}
+            config |= {"layers_to_transform": None, "layers_pattern": None}
+        write_json(partial / CONFIG, config)
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         if odd := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
             raise BadInput(f"{directory}: {odd} holds values that are not finite. Name another adapter.")

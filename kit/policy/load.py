@@ -33,6 +33,7 @@ from kit.policy.adapter_files import (
     factor_shapes,
     import_adapter,
     is_same_model,
+    language_key,
     named_base,
 )
 from kit.policy.sharding import quant_storage
@@ -302,6 +303,8 @@ def check_init_layers(config: Config, model_config: "PreTrainedConfig") -> None:
     if directory is None:
         return
     facts, found = read_json(Path(directory) / "adapter_config.json"), factor_shapes(Path(directory))
+    if wrapper_of(model_config):
+        found = {language_key(name): shape for name, shape in found.items()}
     expected, scales = _adapter_outline(config, model_config)
     if other := sorted(found.keys() ^ expected.keys()):
         theirs, ours = (sorted({_module(name) for name in names}) for names in (found, expected))
@@ -366,14 +369,14 @@ def describe_start(config: Config) -> str:
     return f"start     {what}; it names this base ({theirs}), which no hash proves"
 
 
-def record_start(config: Config, run: RunDir, base_hash: str) -> None:
+def record_start(config: Config, run: RunDir, base_hash: str, model_config: "PreTrainedConfig") -> None:
     """Publish a plain `policy.init_adapter` as the run's version 0, with a manifest; `BadInput` if the run to resume
-    started from other weights."""
+    started from other weights. `model_config` is the transformers config of the base."""
     directory = config.policy.init_adapter
     if directory is None or not is_plain_adapter(Path(directory)):
         return
     if not (own := run.adapter_dir(0)).exists():
-        import_adapter(Path(directory), own, 0, base_hash)
+        import_adapter(Path(directory), own, 0, base_hash, is_wrapped=bool(wrapper_of(model_config)))
     elif file_hash(Path(directory) / WEIGHTS) != read_manifest(own, "adapter")["imported_from"]["blake2b"]:
         raise BadInput(
             f"{run.path} was started from other weights than {directory} holds now. Set policy.init_adapter to {own}, "
@@ -396,6 +399,8 @@ def load_adapter_weights(model: "torch.nn.Module", directory: str | Path) -> Non
     from safetensors.torch import load_file
 
     tensors = load_file(Path(directory) / "adapter_model.safetensors")
+    if wrapper_of(model.get_base_model().config):
+        tensors = {language_key(name): tensor for name, tensor in tensors.items()}
     result = set_peft_model_state_dict(model, tensors)
     missing = [name for name in result.missing_keys if "lora_" in name]
     if missing or result.unexpected_keys:

@@ -386,7 +386,7 @@ def load_base(
         rollout.check_base(facts["hash"])
     if PartialState().is_main_process:
         write_json(run.base_file, facts)
-        record_start(config, run, facts["hash"])
+        record_start(config, run, facts["hash"], model_config)
         drop_replaced(run)
     return base, facts, rollout
 

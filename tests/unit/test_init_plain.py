@@ -14,8 +14,9 @@ from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, read_manifest
 from kit.policy import load as policy
-from kit.weights.frozen_base import unquantized_config
+from kit.weights.frozen_base import load_frozen, unquantized_config
 from tests.conftest import CONFIG
+from tests.unit.wrapped_models import load_whole, make_wrapped
 
 WEIGHTS = "adapter_model.safetensors"
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -104,6 +105,26 @@ def test_what_fits_is_accepted_and_the_base_that_it_names_is_said(tmp_path, thei
     assert "WARNING" in (said := check(other)) and "names Qwen/Qwen3-8B as its base, this run trains on" in said
     none = altered(theirs, tmp_path / "none", base_model_name_or_path=None)
     assert "WARNING" in (said := check(none)) and "names no base" in said
+
+
+def test_an_adapter_of_a_whole_vision_language_model_starts_a_run_on_its_language_model(tmp_path, check):
+    model = make_wrapped(tmp_path / "model", "qwen2_5_vl")
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules=r".*language_model.*(q_proj|v_proj)")
+    get_peft_model(load_whole(model), settings).save_pretrained(tmp_path / "adapter")
+    keys = {"model.path": model, "policy.target_modules": "[q_proj,v_proj]"}
+    assert "no hash proves" in check(tmp_path / "adapter", **keys)
+    config = load_config(CONFIG, [f"--{key}={value}" for key, value in keys.items()])
+    config.policy.lora_rank, config.policy.lora_alpha = 4, 8
+    base = load_frozen(model, "none", "float32", device="cpu")
+    student = get_peft_model(base, policy.lora_config(config.policy, base))
+    policy.load_adapter_weights(student, tmp_path / "adapter")
+    held = {name.replace(".default", ""): one for name, one in student.named_parameters() if "lora_" in name}
+    saved = load_file(tmp_path / "adapter" / WEIGHTS)
+    assert len(saved) == len(held) == 16
+    for name, tensor in saved.items():
+        assert torch.equal(held[name.replace("model.language_model.", "model.")], tensor)
+    with pytest.raises(BadInput, match="only the run has"):
+        check(tmp_path / "adapter", **keys | {"policy.target_modules": "[q_proj,v_proj,up_proj]"})
 
 
 def test_a_run_starts_from_it_and_records_it_as_version_0_and_a_resume_needs_the_same(

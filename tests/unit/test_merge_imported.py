@@ -23,6 +23,7 @@ from merge.verify import load_policy
 from tests.conftest import CONFIG
 from tests.unit.merge_fixture import LINEARS, make_model, read_all, shared_model
 from tests.unit.test_merge_fold import assert_rounded_once
+from tests.unit.wrapped_models import load_whole, make_wrapped
 
 WEIGHTS = "adapter_model.safetensors"
 # adapter_config.json as Unsloth 2026.10 writes it with peft 0.18, besides rank, alpha, targets and base.
@@ -128,7 +129,7 @@ def test_experts_that_peft_renames_merge_each_by_its_own_scale(tmp_path):
     assert main(["--adapter", str(tmp_path / "adapter"), *options]) == 0
     merged = read_all(tmp_path / "run" / "merged" / "grpo" / "bf16")
     settings = read_json(tmp_path / "adapter" / "adapter_config.json")
-    assert settings["target_parameters"] == ["gate_up_proj", "down_proj"] and settings["rank_pattern"]
+    assert sorted(settings["target_parameters"]) == ["down_proj", "gate_up_proj"] and settings["rank_pattern"]
     for layer in ("model.layers.0.mlp", "model.layers.1.mlp"):
         for expert in range(4):
             own = {part: merged[f"{layer}.experts.{expert}.{part}.weight"] for part in ("gate_proj", "up_proj")}
@@ -141,6 +142,37 @@ def test_experts_that_peft_renames_merge_each_by_its_own_scale(tmp_path):
     router = altered(tmp_path / "adapter", tmp_path / "router", {"target_parameters": names})
     with pytest.raises(BadInput, match=r"target_parameters names gate\.weight"):
         imported(router, tmp_path / "other")
+
+
+def test_an_adapter_of_a_vision_language_model_merges_into_its_language_model(tmp_path):
+    """Trained on the whole model, its names have `language_model` in them; one of the vision tower is refused."""
+    model = make_wrapped(tmp_path / "model", "qwen3_vl")
+    for folder, targets in (
+        ("adapter", r".*language_model.*(q_proj|down_proj)"),
+        ("both", r".*(q_proj|linear_fc1)"),
+    ):
+        wrapped = get_peft_model(load_whole(model), LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+        torch.manual_seed(1)
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter.data, 0.0, 0.01)
+        wrapped.save_pretrained(tmp_path / folder)
+        if folder == "adapter":
+            expected = wrapped.double().merge_and_unload().state_dict()
+    options = ["--policy", "grpo", "--format", "bf16", "--out", str(tmp_path / "run")]
+    assert main(["--adapter", str(tmp_path / "adapter"), *options]) == 0
+    merged, base = read_all(tmp_path / "run" / "merged" / "grpo" / "bf16"), read_all(model)
+    changed = [name for name in merged if not torch.equal(merged[name], base[name])]
+    assert len(changed) == 8 and all("language_model.layers" in name for name in changed)
+    for name in changed:
+        assert_rounded_once(merged[name], expected[name].numpy(), name)
+    names = load_file(tmp_path / "run" / "adapters" / "v000000" / WEIGHTS)
+    assert all(name.startswith("base_model.model.model.layers.") for name in names)
+    with pytest.raises(BadInput, match=r"names model\.visual\..*linear_fc1, which the base"):
+        imported(tmp_path / "both", tmp_path / "other")
+    pattern = altered(tmp_path / "adapter", tmp_path / "named", {"alpha_pattern": {"language_model.layers.0": 3}})
+    with pytest.raises(BadInput, match=r"has 'language_model\.layers\.0', a name of a whole vision-language"):
+        imported(pattern, tmp_path / "other")
 
 
 @pytest.mark.parametrize(
