@@ -32,7 +32,8 @@ NF4_BLOCK, SCALE_BLOCK = 64, 256
 STORED = {kind: f"{name} weights" for kind, name in CALLED.items()}  # the base's linear layers
 # What stays allocated between phases; everything else comes and goes.
 TEACHER = (*(f"teacher's {name}" for name in STORED.values()), "teacher's 16-bit layers", "teacher's adapter")
-RESIDENT = (*STORED.values(), "16-bit layers", "adapter", "optimizer", "context", "process group", *TEACHER)
+REFERENCE = "reference's adapter"  # policy.reference: init_adapter
+RESIDENT = (*STORED.values(), "16-bit layers", "adapter", REFERENCE, "optimizer", "context", "process group", *TEACHER)
 CANARY_TOKENS = 256  # kit/rollout/canary_scores.py
 RANK_ALIGNED = 8  # kit/weights/experts.py: factors of experts are padded to a multiple of it
 ROW_INDEX = 26  # bytes per token and expert taken: places in and out of the sorted order, routing weight
@@ -338,12 +339,17 @@ def resident(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     elsewhere = shape.vocabulary * shape.hidden if config.policy.embeddings == "host" and not card.is_cpu else 0
     trained = adapter_weights(shape, config)
     stored = 2 if config.policy.adapter_dtype == "bfloat16" else 4
-    return {
-        STORED[config.policy.quantization]: shape.linear_weights * stored_bytes(config) / GIB,
-        "16-bit layers": (shape.other_weights - elsewhere) * narrow / GIB,
-        "adapter": trained * stored / GIB,
-        "optimizer": trained * optimizer_bytes(config.train.optimizer, stored) / GIB,
-    } | _teacher(shape, config, narrow, trained * stored)
+    start = {REFERENCE: trained * stored / GIB} if config.policy.reference == "init_adapter" else {}
+    return (
+        {
+            STORED[config.policy.quantization]: shape.linear_weights * stored_bytes(config) / GIB,
+            "16-bit layers": (shape.other_weights - elsewhere) * narrow / GIB,
+            "adapter": trained * stored / GIB,
+            "optimizer": trained * optimizer_bytes(config.train.optimizer, stored) / GIB,
+        }
+        | start
+        | _teacher(shape, config, narrow, trained * stored)
+    )
 
 
 def _teacher(shape: Shape, config: Config, narrow: int, adapter: int) -> dict[str, float]:

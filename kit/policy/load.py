@@ -463,12 +463,19 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
     if described is not None and (wrapper_of(described) or buffer_names(without_weights(described))):
         facts["carried"] = carried_hashes(source, facts["revision"], set(facts["tensors"]), described)
     check_init_adapter(config, facts["hash"])
+    if config.policy.reference == "init_adapter":
+        facts["reference"] = read_manifest(Path(config.policy.init_adapter), "adapter")["tensor_hash"]
     if run.base_file.exists():
         earlier = run.base()
         if earlier["hash"] != facts["hash"]:
             raise BadInput(
                 f"{run.path} was started on another base: its base hash is {earlier['hash'][:12]}, this one is "
                 f"{facts['hash'][:12]}. Resume with the model it was started with."
+            )
+        if earlier.get("reference") != facts.get("reference"):
+            raise BadInput(
+                f"{config.policy.init_adapter} is not the adapter that {run.path} started from, and it is the run's "
+                "reference (policy.reference init_adapter). Restore it, or start another run."
             )
         if odd := sorted(set(earlier.get("carried", {}).items()) ^ set(facts.get("carried", {}).items())):
             raise BadInput(

@@ -152,12 +152,12 @@ class Teacher:
                 from kit.policy.quantized_linear import quantizers_off
 
                 stack.enter_context(quantizers_off(student))
-            stack.enter_context(student.disable_adapter() if self._weights is None else _wearing(self._weights))
+            stack.enter_context(student.disable_adapter() if self._weights is None else wearing(self._weights))
             yield student.get_base_model()
 
 
 @contextlib.contextmanager
-def _wearing(weights: "list[tuple[torch.nn.Parameter, torch.Tensor]]") -> Iterator[None]:
+def wearing(weights: "list[tuple[torch.nn.Parameter, torch.Tensor]]") -> Iterator[None]:
     """Swap other values into parameters for the length of the block. Autograd's nodes, optimizer state and gradients
     belong to the parameters and are unaffected. autocast's cache is cleared, or it would keep using its casts of the
     previous values."""

@@ -211,8 +211,8 @@ class PolicyStep:
 
     def _score_reference(self, parts: list[dict]) -> None:
         policy, model = self.policy, self.policy.model
-        off = policy.unwrapped.disable_adapter()
-        with self.figures.timed("reference"), torch.no_grad(), policy.not_checkpointed(model), off:
+        instead = policy.reference()
+        with self.figures.timed("reference"), torch.no_grad(), policy.not_checkpointed(model), instead:
             for part in parts:
                 part["ref_per_token_logps"], _ = self._logps(model, part, compute_entropy=False)
 

@@ -270,7 +270,8 @@ class Sampled(NamedTuple):
 class PolicyTrainer(GRPOTrainer):
     """GRPO on a frozen NF4 base with an adapter; records every step in the run directory.
 
-    `model` is the base without adapter; the reference is the same model with the adapter disabled.
+    `model` is the base without adapter; the reference is the same model with the adapter disabled, or with the one that
+    the run started from (`policy.reference`).
     """
 
     _buffered_inputs: list[dict] | None  # TRL's
@@ -306,6 +307,8 @@ class PolicyTrainer(GRPOTrainer):
         set_adapter_dtype(self.model, config.policy.adapter_dtype)
         if config.policy.init_adapter:
             load_adapter_weights(self.model, config.policy.init_adapter)
+        if config.policy.reference == "init_adapter":
+            self.policy.keep_start()
         use_adapted_experts(self.model)
         if config.rollout.routing != "own":
             use_routing(self.model)

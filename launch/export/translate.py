@@ -104,6 +104,10 @@ def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
             f"train.loss_type is {train.loss_type} with ratios of a {train.ratio_level}: of {', '.join(LOSS)} with "
             "ratios of a token verl's counterpart is known."
         )
+    if policy.reference == "init_adapter":
+        found.append(
+            "policy.reference is init_adapter: verl's reference of a LoRA is the base alone. Set it to adapter_off."
+        )
     if config.rollout.resample_rounds:
         found.append(
             f"rollout.resample_rounds is {config.rollout.resample_rounds}: main_ppo of verl 0.9 replaces no groups. "

@@ -90,10 +90,39 @@ def _reference(config: Config) -> list[str]:
         return []
     if reference == "none":
         return [f"train.beta ({beta}) is above 0 and policy.reference is none. Use adapter_off, or train.beta 0."]
+    if reference == "init_adapter":
+        return _start_as_reference(config)
     return [
         f"policy.reference is {reference!r}: a second model is never loaded. The reference is the base itself, the "
-        "policy with its adapter off, which costs no memory. Use adapter_off."
+        "policy with its adapter off, which costs no memory (adapter_off), or the base with the adapter that the run "
+        "started from (init_adapter). Use one of them."
     ]
+
+
+def _start_as_reference(config: Config) -> list[str]:
+    """Why the adapter that a run starts from cannot be its reference."""
+    policy, found, key = config.policy, [], "policy.reference is init_adapter"
+    if policy.init_adapter is None:
+        found.append(
+            f"{key} and policy.init_adapter is not set: the run starts from the base. Set policy.init_adapter, or "
+            "policy.reference to adapter_off."
+        )
+    if not config.train.beta:
+        found.append(
+            f"{key} with train.beta 0, which reads no reference: a copy of the adapter would be held for nothing. Set "
+            "train.beta above 0, or policy.reference to none."
+        )
+    if policy.lora_dropout:
+        found.append(
+            f"{key} with policy.lora_dropout {policy.lora_dropout:g}: the KL would measure the dropout from the first "
+            "step on. Set policy.lora_dropout to 0."
+        )
+    if kind := sharding_rules.announced() or ("DeepSpeed" if uses_deepspeed() else None):
+        found.append(
+            f"{key} under {kind}, which keeps the adapter's weights in a buffer of its own: another adapter cannot "
+            "take their place. Use accelerate_configs/one_gpu.yaml or ddp.yaml, or policy.reference adapter_off."
+        )
+    return found
 
 
 def _sampler(config: Config) -> list[str]:

@@ -3,7 +3,7 @@
 Each list mirrors the module that checks it; a test compares them. Needs only the standard library.
 """
 
-REFERENCES = ("adapter_off", "none")
+REFERENCES = ("adapter_off", "init_adapter", "none")
 TRACKERS = ("trackio", "tensorboard", "wandb")
 # From transformers.training_args.OptimizerNames, whose import would load torch.
 OPTIMIZERS = (

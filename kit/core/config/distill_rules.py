@@ -56,6 +56,8 @@ def faults(config: Config) -> list[str]:
         found.append("distill.teacher_revision is for another model as teacher. Set model.revision for the base.")
     if distill.js_beta != 0.5 and distill.divergence != "js":
         found.append(f"distill.js_beta needs distill.divergence js, which is {distill.divergence}. Leave it out.")
+    if policy.reference == "init_adapter":
+        found.append("policy.reference is init_adapter in a distillation, which has no reference. Leave it out.")
     if policy.lora_dropout:
         found.append(
             f"policy.lora_dropout ({policy.lora_dropout:g}) in a distillation: student and teacher would differ by "

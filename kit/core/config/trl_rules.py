@@ -22,7 +22,7 @@ INSTEAD = {
     "max_tool_calling_iterations": "environment.max_turns bounds the turns of an episode",
     "neftune_noise_alpha": "policy and reference would not be one model with the adapter on and off",
     "push_to_hub": "merged checkpoints are uploaded by python -m merge --push_to_hub REPO_ID",
-    "sync_ref_model": "the reference is the base itself, the policy with its adapter off, which stays as it is",
+    "sync_ref_model": "policy.reference names the reference, which stays as it is",
     "torch_compile": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
     # Either of these turns on torch_compile.
     "torch_compile_backend": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
