@@ -270,8 +270,8 @@ class Sampled(NamedTuple):
 class PolicyTrainer(GRPOTrainer):
     """GRPO on a frozen NF4 base with an adapter; records every step in the run directory.
 
-    `model` is the base without adapter; the reference is the same model with the adapter disabled, or with the one that
-    the run started from (`policy.reference`).
+    `model` is the base without adapter; the reference is the same model with the adapter disabled, or with the one
+    that the run started from (`policy.reference`).
     """
 
     _buffered_inputs: list[dict] | None  # TRL's

@@ -89,7 +89,7 @@ def test_a_resume_refuses_another_start_in_its_place(build, start, tmp_path, bui
     first.train_run(resume=False)
     shutil.rmtree(moved)
     shutil.copytree(first.run.adapter_dir(1), moved)
-    with pytest.raises(BadInput, match="is not the adapter that .* started from, and it is the run's reference"):
+    with pytest.raises(BadInput, match=r"is not the adapter that .* started from, and it is the run's reference"):
         build(changes | {"train.max_steps": 2}, flags=("--resume",))
 
 

@@ -121,8 +121,8 @@ class PolicyConfig:
     )
     reference: str = _option(
         "adapter_off",
-        "KL reference: adapter_off, the base itself; init_adapter, the base with the adapter that the run started from; "
-        "none with beta 0",
+        "KL reference: adapter_off, the base itself; init_adapter, the base with the adapter that the run started "
+        "from; none with beta 0",
         choices=REFERENCES,
     )
     init_adapter: str | None = _option(
