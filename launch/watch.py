@@ -27,7 +27,7 @@ from kit.core.health import alerts
 from kit.core.metrics_log import ENDED, RECENT, MetricsLog, mean, number, open_run, progress, series
 from kit.core.run_directory import RunDir
 from launch.watching.compare import common_step, frame_of_runs
-from launch.watching.page import TRENDS, frame, how_it_ended, show
+from launch.watching.page import TRENDS, curves_of, frame, how_it_ended, show
 from launch.watching.samples import latest_group
 
 PIPE_COLUMNS = 80
@@ -37,6 +37,9 @@ LINE = ("reward", "KL", "entropy", "zero spread", "clipped", "truncated", "grad 
 
 def step_line(row: dict, total: int | None) -> str:
     """One step as one line with a fixed field order, for pipes."""
+    if (own := curves_of(row)) is not TRENDS:
+        shown = "  ".join(f"{label} {show(number(row, key))}" for label, key in own.items())
+        return f"step {row['step']}{f'/{total}' if total else ''}  {shown}"
     labels = ("divergence" if label == "KL" and "divergence" in row else label for label in LINE)
     values = "  ".join(f"{label} {show(number(row, TRENDS[label]))}" for label in labels)
     return f"step {row['step']}{f'/{total}' if total else ''}  {values}"
@@ -54,7 +57,7 @@ def summary(run: RunDir, log: MetricsLog) -> dict:
         "resumed_at": log.resumed_at,
         "bad_lines": log.bad_lines,
         "last": last,
-        "recent": {key: mean(series(log.rows[-RECENT:], key)) for key in TRENDS.values()},
+        "recent": {key: mean(series(log.rows[-RECENT:], key)) for key in curves_of(last or {}).values()},
         "alerts": [dataclasses.asdict(alert) for alert in alerts(log.rows)],
         "group": None if group is None else _finite(dataclasses.asdict(group)),
     }

@@ -99,6 +99,13 @@ def demonstrate(problem: dict, rng: random.Random) -> str:
     return f"\\boxed{{{guess}}}"
 
 
+def worked(problem: dict) -> dict:
+    """The problem with a worked answer as a conversation, for recipes/sft_qlora.py."""
+    answer = f"{problem['sum']} = {problem['answer']}. The answer is \\boxed{{{problem['answer']}}}"
+    messages = [{"role": "user", "content": problem["question"]}, {"role": "assistant", "content": answer}]
+    return {"question": problem["question"], "answer": problem["answer"], "messages": messages}
+
+
 def make_tokenizer(problems: list[dict], rng: random.Random, context: int) -> "PreTrainedTokenizerFast":
     """A byte-level BPE tokenizer of about 330 tokens, one token per digit, with the chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -312,6 +319,8 @@ def main() -> None:
         for name, rows in (("train", train), ("heldout", heldout)):
             lines = [json.dumps({"question": row["question"], "answer": row["answer"]}) for row in rows]
             (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+            lines = [json.dumps(worked(row)) for row in rows]
+            (out / f"worked-{name}.jsonl").write_text("\n".join(lines) + "\n")
         if options.problems_only:
             write_manifest(out, "sums", options=vars(options))
             print(f"wrote {options.out}: {len(train):,} problems, {len(heldout):,} held out", flush=True)

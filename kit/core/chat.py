@@ -90,6 +90,11 @@ def render(tokenizer: Any, conversation: list[dict], arguments: dict) -> str:
     return _apply(tokenizer, conversation, arguments, tokenize=False, add_generation_prompt=True)
 
 
+def render_messages(tokenizer: Any, conversation: list[dict], arguments: dict, opened: bool) -> str:
+    """As `render`, with the assistant's turn `opened` after the last message or not."""
+    return _apply(tokenizer, conversation, arguments, tokenize=False, add_generation_prompt=opened)
+
+
 def token_ids(tokenizer: Any, conversation: list[dict], arguments: dict, **form: Any) -> list[int]:
     """Token ids of `render`'s text, with nothing added. Raises `BadInput` if the template fails.
 

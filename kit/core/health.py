@@ -48,6 +48,7 @@ JUDGES = ("math", "gsm8k_strict", "gsm8k_lenient", "code", "countdown", "arithme
 # Goodhart: the proxy climbs while what it stands for falls (arXiv 2210.10760). Means of HELDOUT_OVER measurements;
 # with 64 problems the difference of two such means has a standard deviation of at most 0.05.
 HELDOUT_OVER = 3
+HELDOUT_RISE = 0.1  # rise of the held-out loss of supervised fine-tuning above its lowest, as a share; our default
 HELDOUT_FALL = 0.1  # drop of the accuracy (0.1 is ten points) below its best mean
 
 
@@ -220,6 +221,16 @@ def _heldout_falls(rows: Sequence[dict]) -> str | None:
     return f"held-out {best:.1%} at step {peak_step} → {now:.1%}, reward {then:.3g} → {reward:.3g}"
 
 
+def _heldout_loss_rises(rows: Sequence[dict]) -> str | None:
+    known = [(row["step"], value) for row in rows if math.isfinite(value := series([row], "heldout_loss")[0])]
+    if len(known) < 2:
+        return None
+    (step, best), (_, now) = min(known, key=lambda pair: pair[1]), known[-1]
+    if now <= (1 + HELDOUT_RISE) * best:
+        return None
+    return f"held-out loss {best:.3g} at step {step} → {now:.3g} nats per token"
+
+
 def _never_paid(rows: Sequence[dict]) -> str | None:
     """Fires if the whole reward, or one of the functions that compare with a reference, is 0 in every step."""
     parts = [f"rewards.{name}" for name in JUDGES if len(group(rows[-1], "rewards")) > 1]
@@ -260,6 +271,13 @@ RULES = (
         _heldout_falls,
         "The reward climbs while held-out accuracy falls: the reward is gamed, or problems are learned by heart.",
         "Read completions/, run python -m reward audit; go back to the adapter before the fall, raise train.beta.",
+    ),
+    Rule(
+        "held-out loss rises",
+        _heldout_loss_rises,
+        "The rows are learned by heart: what the policy says of others gets worse.",
+        "Take the adapter of the step with the lowest held-out loss; fewer passes over the data, a lower "
+        "train.learning_rate or policy.lora_rank, or more rows.",
     ),
     Rule(
         "entropy collapse",

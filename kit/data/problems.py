@@ -122,7 +122,7 @@ def read_problems(
     seen: dict[str, Problem] = {}  # by question, or messages as JSON
     repeats: Counter[str] = Counter()
     columns_checked = False
-    for row in _rows(data, split):
+    for row in split_rows(data, split):
         report.rows += 1
         if row.value is not None and not columns_checked:
             data, report.taken = _recognized(row.value, data)
@@ -133,7 +133,7 @@ def read_problems(
             report.bad.append((row.source, error))
             continue
         key = problem.question if problem.messages is None else json.dumps(problem.messages)
-        if data.heldout_fraction is not None and _is_held_out(key, data) != (split == "eval"):
+        if data.heldout_fraction is not None and is_held_out(key, data) != (split == "eval"):
             report.rows -= 1
             continue
         if (known := seen.setdefault(key, problem)) is problem:
@@ -156,7 +156,7 @@ def read_problems(
     return problems[:limit], report
 
 
-def _is_held_out(question: str, data: "DataConfig") -> bool:
+def is_held_out(question: str, data: "DataConfig") -> bool:
     """Whether `data.heldout_fraction` keeps a question from training. A hash of its words and `heldout_seed` decides:
     neither the order of the rows nor new ones move a problem, and its repetitions stay on its side."""
     words = json.dumps([data.heldout_seed, " ".join(question.casefold().split())])
@@ -190,12 +190,12 @@ def _unreadable(name: str, check: GoldCheck, golds: list[str]) -> dict[int, str]
 
 def first_row(data: "DataConfig", split: str) -> dict:
     """The first row of a split that is an object, which shows its columns; {} if there is none."""
-    return next((row.value for row in _rows(data, split) if row.value is not None), {})
+    return next((row.value for row in split_rows(data, split) if row.value is not None), {})
 
 
 def reward_columns(data: "DataConfig", split: str) -> list[str]:
     """The columns that rows of a split bring to rewards by their own names: those of its first `SAMPLED_ROWS` rows."""
-    rows = itertools.islice(_rows(data, split), SAMPLED_ROWS)
+    rows = itertools.islice(split_rows(data, split), SAMPLED_ROWS)
     return _own_columns(row.value for row in rows if row.value is not None)
 
 
@@ -365,7 +365,7 @@ def _messages(conversation: list[dict], data: "DataConfig") -> tuple[list[dict],
         # Arrow fills in None for keys that other messages have.
         if more := [key for key, value in message.items() if key not in ("role", "content") and value is not None]:
             return [], f"{where} has {', '.join(map(str, more))}; a prompt's messages have role and content"
-        content, error = _message_text(message.get("content"))
+        content, error = message_text(message.get("content"))
         if error:
             return [], f"{where} {error}"
         messages.append({"role": role, "content": content})
@@ -378,7 +378,7 @@ def _messages(conversation: list[dict], data: "DataConfig") -> tuple[list[dict],
     return messages, ""
 
 
-def _message_text(content: Any) -> tuple[str, str]:
+def message_text(content: Any) -> tuple[str, str]:
     """The text of a message's content, a string or blocks of text, or "" and an error text."""
     if isinstance(content, str):
         return content, ""
@@ -486,7 +486,8 @@ def extract_gold(answer: Any, answer_format: str) -> tuple[str | None, str]:
     return (None, fault) if fault else (gold, "")
 
 
-def _rows(data: "DataConfig", split: str) -> Iterator[Row]:
+def split_rows(data: "DataConfig", split: str) -> Iterator[Row]:
+    """The rows of the source of a split; with `data.heldout_fraction` both splits have one (`is_held_out`)."""
     if data.heldout_fraction is not None:
         if data.eval_path:
             raise BadInput(

@@ -107,7 +107,7 @@ def update_seconds(shape: Shape, config: Config, card: Card, completions: int, s
     train, policy, distills = config.train, config.policy, config.distill.is_given
     one = forwards(shape, config, completions)
     # Forward and backward, and once per batch of rollouts the reference pass, which a distillation does not have.
-    passes = 2 + (train.beta != 0 and not distills) / train.num_iterations
+    passes = 2 + (train.beta != 0 and not distills and not config.sft.is_given) / train.num_iterations
     again = run_again(shape, config) / shape.layers
     is_full = train.recompute == "full"
     last = shape.layers * shape.intermediate * shape.hidden if shape.skips_down else 0
@@ -279,7 +279,7 @@ def step_time(
         rollout = served_seconds(shape, config, card, completions / replicas, cache_gib)
         other = sync_seconds(shape, config, card) + value("sleep_s") * config.server.sleep
     else:
-        rollout, other = own_seconds(shape, config, card, mine), 0.0
+        rollout, other = 0.0 if config.sft.is_given else own_seconds(shape, config, card, mine), 0.0
     rollout, other = rollout / config.train.num_iterations, other / config.train.num_iterations
     expected, low, high = ((rollout, update_seconds(shape, config, card, mine, sign), other) for sign in (0, -1, 1))
     share = spread(card)

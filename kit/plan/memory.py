@@ -33,7 +33,8 @@ STORED = {kind: f"{name} weights" for kind, name in CALLED.items()}  # the base'
 # What stays allocated between phases; everything else comes and goes.
 TEACHER = (*(f"teacher's {name}" for name in STORED.values()), "teacher's 16-bit layers", "teacher's adapter")
 REFERENCE = "reference's adapter"  # policy.reference: init_adapter
-RESIDENT = (*STORED.values(), "16-bit layers", "adapter", REFERENCE, "optimizer", "context", "process group", *TEACHER)
+RESIDENT = (*STORED.values(), "16-bit layers", "adapter", "optimizer", "context", "process group", *TEACHER)
+RESIDENT = (*RESIDENT, REFERENCE)
 CANARY_TOKENS = 256  # kit/rollout/canary_scores.py
 RANK_ALIGNED = 8  # kit/weights/experts.py: factors of experts are padded to a multiple of it
 ROW_INDEX = 26  # bytes per token and expert taken: places in and out of the sorted order, routing weight
@@ -347,8 +348,8 @@ def resident(shape: Shape, config: Config, card: Card) -> dict[str, float]:
             "adapter": trained * stored / GIB,
             "optimizer": trained * optimizer_bytes(config.train.optimizer, stored) / GIB,
         }
-        | start
         | _teacher(shape, config, narrow, trained * stored)
+        | start
     )
 
 
@@ -557,6 +558,8 @@ def trainer_phases(
 
     The sum of a phase's parts is the most that torch has allocated.
     """
+    if config.sft.is_given:  # samples nothing; held-out rows take less than the update
+        return {"update": update_parts(shape, config, card, processes, padded)}
     found = {"calibration": calibration_parts(shape, config, card)} if quantized.calibration_tokens(config) else {}
     found["rollout"] = generation_parts(shape, config, card)
     if config.distill.is_given:

@@ -71,7 +71,7 @@ def counted(layout: Layout) -> str | None:
             f"Trained for {fmt.name}{served}: each weight is quantized for its matmul, then released "
             f"(the largest takes {size:.2f} GiB{seconds})."
         )
-    if kept := layout.trainer["rollout"].get(memory.KEPT):
+    if kept := layout.trainer.get("rollout", {}).get(memory.KEPT):
         found.append(f"Rollouts keep dequantized weights, each made once: {kept:.2f} GiB.")
     if who := teacher.describe(config):
         seconds = f" ({cost.teacher_seconds(*arguments):.2f} s)" if timed else ""

@@ -464,7 +464,7 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
         facts["carried"] = carried_hashes(source, facts["revision"], set(facts["tensors"]), described)
     check_init_adapter(config, facts["hash"])
     if config.policy.reference == "init_adapter":
-        facts["reference"] = read_manifest(Path(config.policy.init_adapter), "adapter")["tensor_hash"]
+        facts["reference"] = file_hash(Path(config.policy.init_adapter) / WEIGHTS)
     if run.base_file.exists():
         earlier = run.base()
         if earlier["hash"] != facts["hash"]:

@@ -178,13 +178,20 @@ def keep_traceback(run: RunDir, error: BaseException) -> Path:
 
 def step_line(record: dict) -> str:
     """The step as one line of fixed order, e.g. for `tail -f logs/trainer.log | grep reward`; in a distillation it
-    includes the divergence from the teacher."""
+    includes the divergence from the teacher, in supervised fine-tuning loss and token accuracy."""
 
     def show(key: str, digits: int) -> str:
         value = record.get(key)
         return "n/a" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
     seconds = record["seconds"]
+    if "token_accuracy" in record:
+        heldout = f"heldout_loss {show('heldout_loss', 4)} " if record.get("heldout_loss") is not None else ""
+        return (
+            f"step {record['step']}/{record['total_steps']} loss {show('loss', 4)} token_accuracy "
+            f"{show('token_accuracy', 3)} {heldout}learning_rate {record['learning_rate'] or 0:.2e} grad_norm "
+            f"{show('grad_norm', 3)} tokens/s {show('update_tokens_per_s', 0)} seconds {seconds['step']:.2f}"
+        )
     reward = f"step {record['step']}/{record['total_steps']} reward {show('reward', 3)} std {show('reward_std', 3)} "
     ends = (
         f"truncated {show('truncated_fraction', 2)} length {show('completion_length', 1)} "

@@ -54,9 +54,10 @@ def padded_logps(
     columns: int,
     compute_entropy: bool,
     routing: Routing | None = None,
+    field: str = "entropy",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and, if requested, entropies (b, C) of the last C = `columns` of padded rows (b, W), by TRL's fused
-    head.
+    head; `field` is another of its outputs in the place of the entropy.
 
     Positions count from a row's first real token, as in a sampler and a pack: in BF16, rotary embeddings of shifted
     positions differ. `routing` has the experts of all b·W tokens.
@@ -68,4 +69,4 @@ def padded_logps(
         given["position_ids"] = padded_positions(mask)
     with accelerator.autocast(), routed(routing):
         output = model(**given, fused_lm_head=True)
-    return output.log_probs[:, -columns:], output.entropy[:, -columns:] if compute_entropy else None
+    return output.log_probs[:, -columns:], getattr(output, field)[:, -columns:] if compute_entropy else None

@@ -58,6 +58,8 @@ class PolicyStep:
     """Loss of the steps of a run. `metrics` takes {TRL's name: [value]} for the trackers; `function` is `train.loss`,
     None for the one of `train.loss_type`."""
 
+    field = "entropy"  # of TRL's head, beside the log-probs
+
     def __init__(
         self,
         config: Config,
@@ -220,13 +222,15 @@ class PolicyStep:
         train, columns = self.config.train, rows["completion_ids"].size(1)
         routing = self._routing(rows, is_counted=compute_entropy)  # the reference's forwards have no entropy
         if train.micro_batch_tokens is None:
-            return padded_logps(self.accelerator, model, *whole_rows(rows), columns, compute_entropy, routing)
+            given = *whole_rows(rows), columns, compute_entropy, routing, self.field
+            return padded_logps(self.accelerator, model, *given)
         return packed_logps(
             *(self, model, *whole_rows(rows), columns),
             share_prompts=train.share_prompts,
             compute_entropy=compute_entropy,
             attention=train.packed_attention,
             routing=routing,
+            field=self.field,
         )
 
     def _routing(self, rows: dict, is_counted: bool) -> Routing | None:

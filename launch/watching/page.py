@@ -36,8 +36,18 @@ TRENDS = {
     "grad norm": "grad_norm",
     "step seconds": "seconds.step",
 }
+# Curves of supervised fine-tuning, whose lines have a token accuracy.
+SUPERVISED = {
+    "loss": "loss",
+    "token acc.": "token_accuracy",
+    "held-out loss": "heldout_loss",
+    "held-out acc.": "heldout_token_accuracy",
+    "grad norm": "grad_norm",
+    "step seconds": "seconds.step",
+}
 # Curves that not every run has: shown once they have a value, `clip_fraction` once it is nonzero.
 OPTIONAL: tuple[str, ...] = ("heldout_accuracy", "divergence", "sampler_k3", "effective_sample_size", "clip_fraction")
+OPTIONAL += ("heldout_loss", "heldout_token_accuracy")
 OPTIONAL += ("quant_clip_fraction", "quant_peak_ratio", "no_signal_fraction", "kept_fraction")
 SHARES = {
     "zero_spread_fraction",
@@ -182,10 +192,15 @@ def header(run: RunDir, state: dict) -> Group:
     return Group(title, line, note)
 
 
+def curves_of(row: dict) -> dict[str, str]:
+    """Label and key of the curves that a run with this line may have."""
+    return SUPERVISED if "token_accuracy" in row else TRENDS
+
+
 def _curves(rows: Sequence[dict]) -> dict[str, str]:
     """Label and key of this run's curves; a reward made of several functions is broken down below it."""
     parts, curves = group(rows[-1], "rewards"), {}
-    for label, key in TRENDS.items():
+    for label, key in curves_of(rows[-1]).items():
         values = known(rows, key) if key in OPTIONAL else ()
         if key not in OPTIONAL or (any(values) if key == "clip_fraction" else values):
             curves[label] = key

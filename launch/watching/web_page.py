@@ -12,7 +12,7 @@ from kit.core.run_directory import RunDir, read_json
 from launch.templates import render
 from launch.watching import plot
 from launch.watching.compare import common_step, compared
-from launch.watching.page import TRENDS, duration, how_it_ended, known, last_value, show, writer_of
+from launch.watching.page import curves_of, duration, how_it_ended, known, last_value, show, writer_of
 from launch.watching.samples import Sample, latest_group
 
 MOST_CHARACTERS = 4000  # of a completion; a longer one loses its middle
@@ -26,7 +26,7 @@ FURTHER = {
 def write(runs: Sequence[RunDir], logs: Sequence[MetricsLog], folder: Path) -> Path:
     """Write the page of one run, or the comparison of several, atomically into `folder`."""
     if len(runs) == 1:
-        what = "Distillation" if any(row.get("divergence") is not None for row in logs[0].rows) else "GRPO run"
+        what = _method(logs[0].rows)
         final, title = folder / "health.html", f"{what} {runs[0].path.resolve().name}"
         values = _run(runs[0], logs[0])
     else:
@@ -61,6 +61,12 @@ def _run(run: RunDir, log: MetricsLog) -> dict[str, Any]:
     }
 
 
+def _method(rows: Sequence[dict]) -> str:
+    if any("token_accuracy" in row for row in rows):
+        return "Supervised fine-tuning"
+    return "Distillation" if any(row.get("divergence") is not None for row in rows) else "GRPO run"
+
+
 def _facts(run: RunDir) -> str:
     """Model, hardware and versions; empty if config.json has none."""
     try:
@@ -70,7 +76,9 @@ def _facts(run: RunDir) -> str:
     config, machine = group(recorded, "config"), group(recorded, "machine")
     model, train, distill = group(config, "model"), group(config, "train"), group(config, "distill")
     loss = f"{distill.get('divergence')} to a teacher"
-    if not (distill.get("teacher") or distill.get("teacher_adapter")):
+    if rows := group(config, "sft").get("rows"):
+        loss = f"cross-entropy of {rows}"
+    elif not (distill.get("teacher") or distill.get("teacher_adapter")):
         loss = train.get("loss") or train.get("loss_type")
     revision = recorded.get("git_revision") if isinstance(recorded, dict) else None
     shown = [
@@ -91,7 +99,7 @@ def _figures(rows: Sequence[dict]) -> tuple[list[str], list[tuple], int]:
     """Head and lines of the table of all curves, and the column where numbers begin."""
     lines = []
     for label, key in (
-        TRENDS | FURTHER | {f"peak GiB, {n}": f"peak_gib.{n}" for n in group(rows[-1], "peak_gib")}
+        curves_of(rows[-1]) | FURTHER | {f"peak GiB, {n}": f"peak_gib.{n}" for n in group(rows[-1], "peak_gib")}
     ).items():
         if found := known(rows, key):
             figures = (last_value(rows, key), mean(series(rows[-RECENT:], key)), min(found), max(found))

@@ -15,6 +15,7 @@ from kit.core.config import (
     recompute_rules,
     rollout_rules,
     sampling_rules,
+    sft_rules,
     sharding_rules,
     trl_rules,
 )
@@ -59,6 +60,7 @@ def check_config(config: Config, processes: int) -> None:
         *_micro_batches(config),
         *environment_rules.faults(config, sharding_rules.announced()),
         *(distill_rules.faults(config) if config.distill.is_given else []),
+        *(sft_rules.faults(config, processes) if config.sft.is_given else []),
     ]
     if faults:
         raise BadInput("\n".join(faults))
@@ -68,7 +70,7 @@ def _batch(config: Config, processes: int) -> list[str]:
     group, train = config.rollout.group_size, config.train
     batch = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
     found = []
-    if group > 1 and batch % group:
+    if group > 1 and batch % group and not config.sft.is_given:
         fits = [str(size) for size in range(2, min(batch, 1024) + 1) if batch % size == 0][:6]
         found.append(
             f"rollout.group_size ({group}) must divide the generation batch ({train.per_device_train_batch_size} per "

@@ -6,10 +6,13 @@ from kit.core.format_names import read_quant_format
 from kit.core.run_directory import RunDir, read_manifest
 
 PLAIN, QUANTIZED, DISTILLATION = "recipes/grpo_qlora.py", "recipes/grpo_qat.py", "recipes/distill_qat.py"
+SUPERVISED = "recipes/sft_qlora.py"
 
 
 def recipe_of(config: Config) -> str:
     """The recipe's file, relative to the root of the repository."""
+    if config.sft.is_given:
+        return SUPERVISED
     if config.distill.is_given:
         return DISTILLATION
     return PLAIN if config.policy.quant_cfg is None else QUANTIZED
@@ -26,7 +29,9 @@ def check_recipe(config: Config, recipe: str) -> None:
     if needed == recipe:
         return
     distill, fmt = config.distill, config.policy.quant_cfg
-    if needed == DISTILLATION:
+    if needed == SUPERVISED:
+        why, instead = f"sft.rows is {config.sft.rows}", "leave the group sft out"
+    elif needed == DISTILLATION:
         key = "distill.teacher" if distill.teacher else "distill.teacher_adapter"
         why, instead = f"{key} is {distill.teacher or distill.teacher_adapter}", "leave the group distill out"
     elif needed == QUANTIZED:
@@ -35,6 +40,8 @@ def check_recipe(config: Config, recipe: str) -> None:
         why, instead = "policy.quant_cfg is not set", "set policy.quant_cfg"
     if recipe == DISTILLATION:  # with or without quantizers, what it lacks is a teacher
         why, instead = "distill.teacher and distill.teacher_adapter are not set", "set one of them"
+    if recipe == SUPERVISED:
+        why, instead = "sft.rows is not set", "set it to messages, prompt_completion or text"
     raise BadInput(f"{why}: {recipe} does not train this. Start it with {needed}, or {instead}.")
 
 

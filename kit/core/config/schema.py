@@ -431,6 +431,28 @@ class DistillConfig:
 
 
 @dataclass(kw_only=True)
+class SftConfig:
+    rows: Literal["messages", "prompt_completion", "text"] | None = _option(
+        None,
+        "the columns of the data: messages, a conversation; prompt and completion, both texts or both messages; text; "
+        "null: no supervised fine-tuning",
+    )
+    loss_on: Literal["answers", "all"] | None = _option(
+        None, "tokens in the loss: answers of the assistant, or completions; or all; default answers, all for text"
+    )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the run is supervised fine-tuning, recipes/sft_qlora.py."""
+        return self.rows is not None
+
+    @property
+    def learns_all(self) -> bool:
+        """Whether prompts are in the loss too."""
+        return (self.loss_on or ("all" if self.rows == "text" else "answers")) == "all"
+
+
+@dataclass(kw_only=True)
 class WatchConfig:
     completions_every: int = _option(10, "steps between samples of completions; 0 = never", FROM_0)
     completions_per_step: int = _option(64, "completions written per sampled step", FROM_1)
@@ -490,6 +512,7 @@ class Config:
     data: DataConfig
     train: TrainConfig
     distill: DistillConfig
+    sft: SftConfig
     watch: WatchConfig
     eval: EvalConfig
 

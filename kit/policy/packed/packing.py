@@ -161,13 +161,15 @@ def packed_logps(
     compute_entropy: bool,
     attention: "Kind" = "flex",
     routing: "Routing | None" = None,
+    field: str = "entropy",
 ) -> tuple["torch.Tensor", "torch.Tensor | None"]:
     """Return log-probs (B, C) of the last C = `logits_to_keep` columns and, if requested, entropies (B, C), in nats.
 
     Equal to `GRPOTrainer._get_per_token_logps_and_entropies` (trl 1.16) with the same arguments within rounding: same
     dtype, temperature and autocast, zero at padding. `input_ids` and `attention_mask` are (B, W), prompts in the first
     W - C columns. `model` may be wrapped and has TRL's fused head. `attention` is
-    `train.packed_attention`; `routing` has the experts of all B·W tokens.
+    `train.packed_attention`; `routing` has the experts of all B·W tokens; `field` is that of
+    TRL's head in the place of the entropy.
 
     All rows are computed in one forward: choose them with `plan_micro_batches`.
     """
@@ -200,7 +202,7 @@ def packed_logps(
         padded = flat.new_zeros(input_ids.size(0) * logits_to_keep).index_copy(0, target, flat)
         return padded.view(input_ids.size(0), logits_to_keep)
 
-    return unpacked(output.log_probs), unpacked(output.entropy) if compute_entropy else None
+    return unpacked(output.log_probs), unpacked(getattr(output, field)) if compute_entropy else None
 
 
 def read_rows(input_ids: "torch.Tensor", attention_mask: "torch.Tensor", logits_to_keep: int) -> _Rows:
