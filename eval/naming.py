@@ -1,5 +1,5 @@
-"""Display name of a run's trained policy: GRPO, distilled if it learned from a teacher, imported if another program
-trained it.
+"""Display name of a run's trained policy: GRPO, distilled if it learned from a teacher, fine-tuned if from
+demonstrations, imported if another program trained it.
 
 In paths and cells it is `grpo` either way: the row beside `base`.
 """

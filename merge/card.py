@@ -23,7 +23,7 @@ from merge.command import POLICIES
 from merge.tables import markdown_table
 
 CARD = "README.md"
-GRPO, DISTILLED, IMPORTED = "GRPO", "distilled", "imported"  # how a policy was trained
+GRPO, DISTILLED, SUPERVISED, IMPORTED = "GRPO", "distilled", "fine-tuned", "imported"  # how a policy was trained
 WINDOW = 10  # steps averaged in a mean of the training metrics
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "safetensors", "compressed-tensors")
@@ -38,6 +38,7 @@ LOSS: tuple[str, ...] = (
 LOSS += ("train.delta", "train.importance_sampling_level", "train.entropy_coef", "rollout.correction")
 TEACHER = ("distill.teacher", "distill.teacher_adapter")
 DISTILLATION = (*TEACHER, "distill.divergence", "distill.temperature")
+FINE_TUNING = ("sft.rows", "sft.loss_on")
 # What is known of an adapter that another program trained.
 ADAPTER = (
     "run.imported_from",
@@ -92,6 +93,7 @@ METRICS: tuple[str, ...] = (
     "zero_spread_fraction",
     "truncated_fraction",
 )
+METRICS += ("token_accuracy", "heldout_loss", "heldout_token_accuracy")
 METRICS += ("completion_length",)
 
 
@@ -198,6 +200,11 @@ def is_distilled(config: dict) -> bool:
     return any(look_up(config, key) for key in TEACHER)
 
 
+def is_supervised(config: dict) -> bool:
+    """Whether the run learned from demonstrations (recipes/sft_qlora.py)."""
+    return look_up(config, "sft.rows") is not None
+
+
 def has_data(config: dict) -> bool:
     """Whether the run names any problems; an imported adapter may come without."""
     return any(look_up(config, f"data.{key}") for key in ("id", "path", "eval_path"))
@@ -209,9 +216,11 @@ def is_imported(config: dict) -> bool:
 
 
 def trained_by(config: dict) -> str:
-    """Display name of a run's policy by how it was trained: GRPO, distilled, or imported."""
+    """Display name of a run's policy by how it was trained: GRPO, distilled, fine-tuned, or imported."""
     if is_imported(config):
         return IMPORTED
+    if is_supervised(config):
+        return SUPERVISED
     return DISTILLED if is_distilled(config) else GRPO
 
 
@@ -219,6 +228,8 @@ def recipe(config: dict) -> tuple[str, ...]:
     """Configuration keys that describe how the adapter was trained."""
     if is_imported(config):
         return ADAPTER
+    if is_supervised(config):
+        return (*FINE_TUNING, *(key for key in RECIPE if not key.startswith("rollout.")))
     return (*(DISTILLATION if is_distilled(config) else LOSS), *RECIPE)
 
 
@@ -249,7 +260,7 @@ def front_matter(config: dict, manifest: dict) -> str:
     data = str(look_up(config, "data.id"))
     if look_up(config, "data.path") is None and HUB_ID.fullmatch(data) and manifest["policy"] == "grpo":
         lines += ["datasets:", f"- {json.dumps(data)}"]
-    method = {GRPO: ["grpo"], DISTILLED: ["distillation"], IMPORTED: []}[trained_by(config)]
+    method = {GRPO: ["grpo"], DISTILLED: ["distillation"], SUPERVISED: ["sft"], IMPORTED: []}[trained_by(config)]
     learned = "qlora" if storage(config) == "nf4" else "lora"
     tags = [*method, learned] if manifest["policy"] == "grpo" else []
     tags += ["quantization-aware"] if manifest.get("trained_for") == manifest["format"] and tags else []
@@ -265,7 +276,7 @@ def introduction(config: dict, manifest: dict) -> str:
         weights = f"its weights rounded to {called} and back"
     what = f"{model}, with {weights}: the base of run {name} without its adapter"
     if manifest["policy"] == "grpo":
-        how = "on-policy distillation" if is_distilled(config) else "GRPO"
+        how = {DISTILLED: "on-policy distillation", SUPERVISED: "supervised fine-tuning"}.get(trained_by(config), GRPO)
         base = f"an {called} base" + (" (QLoRA)" if storage(config) == "nf4" else "")
         trained = f"trained with {how} on {base} in run {name}"
         if is_imported(config):

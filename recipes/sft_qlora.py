@@ -4,19 +4,24 @@ The rows are TRL's: conversations (`messages`), `prompt` and `completion`, or `t
 cross-entropy of what the assistant says, or of everything (`sft.loss_on`); each token of a step weighs the same. The
 prompts are those that GRPO makes of the same questions, so that it can go on from the adapter:
 
-    policy.init_adapter: runs/NAME/adapters/v000300    # where GRPO starts
+    policy.init_adapter: runs/NAME/adapters/v000100    # where GRPO starts
     policy.reference: init_adapter                     # and what its KL is measured to
 
 Base, adapter, packs, recomputation, plan, records, checkpoints, merge and eval are those of recipes/grpo_qlora.py.
 
 Left out on purpose: truncated rows (a row that is too long is dropped and counted), tool calls, images.
 
-    # two CPU cores: an undertrained base, its problems with worked answers, then GRPO from there
-    python recipes/tiny_base.py --out models/tiny-start --steps 300
+    # two CPU cores: the base of the quickstart, its problems with worked answers, then GRPO from there
+    python recipes/tiny_base.py --out models/tiny-base
     OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft_qlora.py \\
         --config recipes/configs/sft-tiny-nf4-cpu.yaml
     OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo_qlora.py \\
         --config recipes/configs/grpo-tiny-after-sft-cpu.yaml
+
+Measured: the CPU recipe, 100 steps in 83 s, peak 0.84 GiB, held-out loss .040 to .003 nats per token, seed 0;
+sampled answers that are right and boxed go from .49 (the first steps of grpo-tiny-nf4-cpu.yaml, which start at the
+base) to .95 (step 1 of grpo-tiny-after-sft-cpu.yaml); 2 busy cores of an AMD EPYC, 2026-11-25, torch 2.13.0+cpu,
+transformers 5.17.0, trl 1.16.0, peft 0.21.2, bitsandbytes 0.50.2. On GPUs: not measured.
 
 Every key can be given on the command line (`--train.learning_rate 2e-5`); `--dry_run` checks everything and trains
 nothing; `--resume` continues from the newest whole checkpoint, `--overwrite` starts the run anew. Exit code: 0 done,

@@ -48,13 +48,16 @@ def title(layout: Layout) -> str:
     trainer = f"{layout.processes} trainer process{'es' * (layout.processes > 1)}"
     server = f", {layout.replicas} server{'s' * (layout.replicas > 1)}" if layout.replicas else ", rollouts in process"
     length = f"{config.rollout.max_prompt_length} + {config.rollout.max_completion_length} tokens"
+    completions = "completions"
+    if config.sft.is_given:
+        server, completions = "" if server.startswith(", roll") else server, "rows"
     chosen = f"; {describe_recompute(config)} (auto)" if layout.chose else ""
     weights = f"{shape.parameters / 1e9:.2f} B weights"
     if shape.experts is not None:
         weights += f", {shape.active_parameters / 1e9:.2f} B active"
     return (
         f"{shape.name} ({weights}) on {cards}: {trainer}{server}; "
-        f"{layout.completions} completions per step, {length}{chosen}"
+        f"{layout.completions} {completions} per step, {length}{chosen}"
     )
 
 

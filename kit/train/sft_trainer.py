@@ -33,7 +33,18 @@ from kit.train.sampling import row_tensors
 from kit.train.step import PolicyStep, StepTally
 from kit.train.trainer import PolicyTrainer, loss_settings, trainer_arguments
 
-NOT_HERE = ("rewards", "masked_fraction", "unknown_rewards", "completion_tokens", "policy_lag")
+# Keys of GRPO's lines that those of supervised fine-tuning have too.
+SHARED: tuple[str, ...] = (
+    "step",
+    "total_steps",
+    "time",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "update_tokens_per_s",
+    "seconds",
+)
+SHARED += ("peak_gib",)
 
 
 def sft_arguments(config: Config, run: RunDir, processes: int) -> Any:
@@ -168,10 +179,9 @@ class SftTrainer(PolicyTrainer):
             self._metrics["train"][key].append(value)
 
     def _record(self, logs: dict, step: int) -> dict:
-        found = super()._record(logs, step)
-        record = {key: value for key, value in found.items() if key not in NOT_HERE}
-        own = dict.fromkeys(("heldout_loss", "heldout_token_accuracy", "loss_tokens")) | self.figures.values
-        return {**record, "token_accuracy": logs.get("token_accuracy"), **own}
+        found, values = super()._record(logs, step), self.figures.values
+        record: dict = {key: found[key] for key in SHARED} | {"token_accuracy": logs.get("token_accuracy")}
+        return record | {key: values.get(key) for key in ("loss_tokens", "heldout_loss", "heldout_token_accuracy")}
 
 
 def _tokens(batch: dict) -> torch.Tensor:
