@@ -23,7 +23,7 @@ from tests.unit.test_checks import configuration, refusal
         ("eval_on_start: true", "watch.eval_every"),
         ("log_completions: true", "watch.completions_every"),
         ("push_to_hub: true", "python -m merge --push_to_hub"),
-        ("sync_ref_model: true", "the policy with its adapter off"),
+        ("sync_ref_model: true", "policy.reference names the reference"),
         ("cast_lm_head_to_fp32: true", "model.dtype to float32"),
         ("accelerator_config: {dispatch_batches: true}", "how accelerate splits"),
         ("neftune_noise_alpha: 5", "would not be one model"),
