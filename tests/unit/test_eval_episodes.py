@@ -35,7 +35,7 @@ def config(tmp_path):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"data.path": tmp_path, "environment": "recipes.environments.guess:GuessNumber", "reward.functions": "[]"}
     keys |= {"rollout.max_prompt_length": 256, "rollout.max_completion_length": 256, "reward.options": "{}"}
-    keys |= {"environment.options": "{guesses: 4}", "data.answer_format": "any", "model.path": tmp_path}
+    keys |= {"environment.options": "{guesses: 2}", "data.answer_format": "any", "model.path": tmp_path}
     return lambda **more: load_config(CONFIG, [f"--{key}={value}" for key, value in (keys | more).items()])
 
 
@@ -74,8 +74,8 @@ def test_a_game_is_played_to_its_end_and_judged_by_its_own_reward(config, tokeni
     conversations = [[{"role": "user", "content": one.question}] for one in problems]
     records = score(problems, made, conversations, None, scoring_of(config, owns_reward=True))
     close_all(made)
-    # Third of four guesses, first of four; right is a reward of at least eval.reward_threshold, 1.
-    assert [record.reward for record in records] == [0.5, 0.5, 1.0, 1.0]
+    # Only the first two guesses count; right is a reward of at least eval.reward_threshold, 1.
+    assert [record.reward for record in records] == [0.0, 0.0, 1.0, 1.0]
     assert [record.correct for record in records] == [False, False, True, True]
     assert not any(record.prompt_leak for record in records)
 

@@ -41,6 +41,7 @@ FIRING = {
     "never paid": rows_of(6, reward=0.0, reward_std=0.0, rewards={"math": 0.0}),
     "reward falls": curve(40, reward=lambda s: 0.5 if s <= 25 else 0.1),
     "held-out falls": measured(0.5, 0.52, 0.54, 0.53, 0.46, 0.41, 0.36, 0.3),
+    "held-out loss rises": curve(40, heldout_loss={10: 2.0, 20: 1.0, 30: 1.2, 40: 1.2}.get),
     "entropy collapse": curve(40, entropy=lambda s: 0.5 if s < 15 else 0.01),
     "KL climbing": curve(30, kl=lambda s: 0.06 if s <= 20 else 0.2),
     "no spread": rows_of(20, zero_spread_fraction=1.0, **FLAT),
@@ -57,6 +58,7 @@ QUIET = {
     "reward falls": curve(40, reward=lambda s: 0.3 + 0.1 * (s % 5) + 0.005 * s - (0.05 if s > 30 else 0)),
     # Noise of a few problems, and a fall that the reward follows.
     "held-out falls": measured(0.5, 0.55, 0.48, 0.56, 0.5, 0.53, 0.49, 0.52),
+    "held-out loss rises": curve(40, heldout_loss={10: 2.0, 20: 1.0, 30: 1.01, 40: 1.02}.get),
     "entropy collapse": curve(40, entropy=lambda s: 0.5 - 0.01 * s),
     "KL climbing": curve(45, kl=lambda s: 0.02 * s),
     "no spread": rows_of(20, zero_spread_fraction=0.9, **FLAT),

@@ -70,7 +70,8 @@ def test_every_shipped_configuration_gets_a_plan(path, monkeypatch, capsys, tmp_
     found = json.loads(out)
     assert found["fits"] and found["count"] == 8
     scored = "teacher" if config.distill.is_given else "log-probs"
-    assert {"rollout", scored, "update"} == set(found["trainer_gib"])
+    sampled = set() if config.sft.is_given else {"rollout", scored}
+    assert sampled | {"update"} == set(found["trainer_gib"])
     assert ("Trained for" in (found["counted"] or "")) == (config.policy.quant_cfg is not None)
     assert ("Distilled from" in (found["counted"] or "")) == config.distill.is_given
     assert (found["server_gib"] is not None) == (config.rollout.backend == "server")

@@ -180,12 +180,12 @@ def test_the_revision_is_the_commit_and_says_when_files_differ_from_it(tmp_path,
         return done.stdout.strip()
 
     git("init", "-q")
-    (tmp_path / "a.py").write_text("1\n")
+    (tmp_path / "record.py").write_text("1\n")
     git("add", "-A")
     git("commit", "-qm", "first")
     commit = git("rev-parse", "HEAD")
     assert git_revision() == commit and len(commit) == 40
-    (tmp_path / "a.py").write_text("2\n")
+    (tmp_path / "record.py").write_text("2\n")
     assert git_revision() == f"{commit}+dirty"
 
 
