@@ -104,6 +104,7 @@ class Replica:
     def __init__(self, url: str, timeout_s: float):
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self.change_timeout_s = min(CHANGE_TIMEOUT_S, timeout_s)
+        self._key = os.environ.get("VLLM_API_KEY")
         self._http = self._session()
 
     def _session(self) -> requests.Session:
@@ -112,8 +113,8 @@ class Replica:
         http.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
         http.mount("http://", _KeepAlive())
         http.mount("https://", _KeepAlive())
-        if key := os.environ.get("VLLM_API_KEY"):
-            http.headers["Authorization"] = f"Bearer {key}"
+        if self._key:
+            http.headers["Authorization"] = f"Bearer {self._key}"
         return http
 
     def close(self) -> None:
