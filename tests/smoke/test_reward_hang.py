@@ -145,7 +145,11 @@ def test_reasons_are_counted_over_all_processes_and_over_a_resume(
         return values
 
     gather = trainer.gather_object  # a second process with the same counts
-    monkeypatch.setattr(trainer, "gather_object", lambda found: gather(found) * (1 + isinstance(found[0], dict)))
+
+    def is_counts(value: object) -> bool:
+        return isinstance(value, dict) and bool(value)
+
+    monkeypatch.setattr(trainer, "gather_object", lambda found: gather(found) * (2 if is_counts(found[0]) else 1))
     monkeypatch.setitem(REWARDS, "judged", reward)
     run, keys = (
         RunDir(tmp_path / "run"),
