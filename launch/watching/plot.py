@@ -46,7 +46,7 @@ COMPARED = {
 }
 
 # Smallest and largest value of the kit's reward functions.
-RANGES = dict.fromkeys((*JUDGES, "boxed_format", "think_format"), (0.0, 1.0))
+RANGES = dict.fromkeys((*JUDGES, "boxed_format", "think_format", "llm_judge"), (0.0, 1.0))
 RANGES |= dict.fromkeys(("length", "repetition", "language"), (-1.0, 0.0))
 
 Panel = Callable[[Axes, list[int], Sequence[dict]], None]

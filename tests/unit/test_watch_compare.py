@@ -217,4 +217,4 @@ def test_the_reward_band_stays_where_rewards_can_be(tmp_path, functions, weights
 
 
 def test_the_range_of_every_function_of_the_kit_is_known():
-    assert set(RANGES) == set(REWARDS)
+    assert set(RANGES) == set(REWARDS) - {"reward_model"}, "a reward model has no range"
