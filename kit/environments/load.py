@@ -76,7 +76,7 @@ def _factories(name: str | None, options: dict[str, Any]) -> dict[str | None, Ca
 
 
 def _own_code(given: EnvironmentConfig) -> str:
-    """What of an environment is the user's code: its factory, or what an adapter's options name; "" for nothing."""
+    """Name the user's code in an environment: its factory, or what the options of an adapter name; "" if none."""
     if given.factory == "verifiers":
         from kit.environments.verifiers import module_of
 

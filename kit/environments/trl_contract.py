@@ -166,7 +166,7 @@ class TrlEpisode:
 
 def methods_of(instance: Any) -> dict[str, Tool]:
     """The public methods that the model may call, by name."""
-    # Of the class: on the instance, properties would be evaluated.
+    # Inspect the class: inspecting the instance would evaluate its properties.
     names = [name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)]
     return {name: getattr(instance, name) for name in names if name not in NOT_TOOLS and not name.startswith("_")}
 

@@ -1,4 +1,4 @@
-"""A small tokenizer with tools, environments by TRL's contract, and a sampler that says what it is told."""
+"""Test doubles for episodes: a small tokenizer with tools, TRL environments, and a sampler with scripted turns."""
 
 import asyncio
 import functools

@@ -14,7 +14,7 @@ from kit.rollout.protocol import decode_ids, encode_floats, encode_ids
 from tests.unit.fake_replica import FakeReplica
 
 GROUP, TURNS = 4, 4
-# Of a run on the game; a step has 4 groups.
+# Configuration of a run that plays the game; a step has 4 groups.
 KEYS: dict[str, Any] = {
     "environment": "recipes.environments.guess:GuessNumber",
     "environment.max_turns": TURNS,

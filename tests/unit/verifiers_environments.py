@@ -94,7 +94,7 @@ class Cleaned(Guess):
 
 class Other(vf.Environment):
     async def rollout(self, input, client, model, sampling_args=None):
-        raise NotImplementedError
+        raise AssertionError("refused before it plays")
 
 
 GUESSING = {"guess": Guess, "rewrites": Rewrites, "cleaned": Cleaned}

@@ -398,7 +398,7 @@ class TrainConfig:
 
     @property
     def ratio_level(self) -> str:
-        """Of what a probability ratio is: a token or a sequence."""
+        """Whether the loss has a probability ratio per token or per sequence."""
         return "sequence" if self.loss_type == "gspo" else self.importance_sampling_level
 
 
