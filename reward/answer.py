@@ -115,7 +115,7 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 def message_text(message: str | list[dict] | None) -> str:
     """The text of a completion or prompt in either of TRL's formats: a string, or a list of chat messages.
 
-    In a completion with several turns, only the model's own count: text from a tool or an environment is not an answer.
+    In a completion with several turns, only the model's own count: text from a tool or an environment is no answer.
     """
     if message is None:
         return ""
