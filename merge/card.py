@@ -5,7 +5,6 @@ made from the run directory alone. The manifest does not list it, because it cha
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any
 from kit.core.config.base_rules import CALLED
 from kit.core.errors import DONE, BadInput
 from kit.core.formats import FORMATS
+from kit.core.installed import installed_versions
 from kit.core.run_directory import INTO, MANIFEST, RunDir, manifest_as_written, read_json, read_manifest
 from merge import hub
 from merge.command import POLICIES
@@ -409,12 +409,7 @@ def _gain(result: dict, name: str) -> str:
 
 def software(facts: dict, manifest: dict) -> str:
     """Table of the package versions at training and at merging."""
-    trained, merged = facts.get("versions") or {}, {}
-    for package in PACKAGES:
-        try:
-            merged[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    trained, merged = facts.get("versions") or {}, installed_versions(PACKAGES)
     names = [*merged, *(name for name in trained if name not in merged)]
     rows = [(name, trained.get(name, "–"), merged.get(name, "–")) for name in names]
     made = f"Merged {manifest['created']}."

@@ -6,7 +6,6 @@ verification, diagnose, eval, the gate and rollout servers then work on it as on
 """
 
 import argparse
-import importlib.metadata
 import json
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 from kit.core.config.load import config_from_dict, load_config, resolve, to_dict
 from kit.core.config.schema import Config, DataConfig, limit_faults
 from kit.core.errors import DONE, BadInput
+from kit.core.installed import installed_versions
 from kit.core.run_directory import (
     RunDir,
     file_hash,
@@ -205,7 +205,7 @@ class Import:
                 (run.completions / "step-000000.jsonl").write_text(lines)
             found = {
                 "config": to_dict(self.config),
-                "versions": _versions(),
+                "versions": installed_versions(PACKAGES),
                 "command": ["python", "-m", "merge", *sys.argv[1:]],
                 "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
@@ -290,14 +290,3 @@ def _logged(row: dict) -> dict | None:
     if isinstance(text := row.get("text"), str) and text:
         return {"prompt": text, "completion": "", "text": text}
     return None
-
-
-def _versions() -> dict[str, str]:
-    """Installed versions of the packages that made the hashes."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -40,6 +40,7 @@ from kit.core.run_directory import publish, write_manifest
 
 if TYPE_CHECKING:  # imported late, so that --help and a refused option return at once
     import torch
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 CHAT_TEMPLATE = (
@@ -108,13 +109,18 @@ def worked(problem: dict) -> dict:
 
 def make_tokenizer(problems: list[dict], rng: random.Random, context: int) -> "PreTrainedTokenizerFast":
     """A byte-level BPE tokenizer of about 330 tokens, one token per digit, with the chat template."""
+    corpus = [f"system\nuser\nassistant\n{row['question']}\n{demonstrate(row, rng)}" for row in problems]
+    return with_template(train_bpe(r"\d| ?[A-Za-z]+|[^A-Za-z\d]", corpus), CHAT_TEMPLATE, context)
+
+
+def train_bpe(pieces: str, texts: list[str]) -> "Tokenizer":
+    """A byte-level BPE of at most 400 tokens, which merges within matches of the regular expression `pieces`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"\d| ?[A-Za-z]+|[^A-Za-z\d]"), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -125,14 +131,20 @@ def make_tokenizer(problems: list[dict], rng: random.Random, context: int) -> "P
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = [f"system\nuser\nassistant\n{row['question']}\n{demonstrate(row, rng)}" for row in problems]
-    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def with_template(tokenizer: "Tokenizer", template: str, context: int) -> "PreTrainedTokenizerFast":
+    """The tokenizer as transformers reads it, for prompts and completions of `context` tokens together."""
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         padding_side="left",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=template,
         model_max_length=context,
     )
 

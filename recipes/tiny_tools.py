@@ -33,7 +33,7 @@ from kit.core.errors import BadInput, run_command
 from kit.core.run_directory import publish, write_manifest
 from recipes.environments.calculator import Calculator
 from recipes.environments.guess import GuessNumber
-from recipes.tiny_base import PEOPLE, THINGS, Row, held_out, make_model, supervise
+from recipes.tiny_base import PEOPLE, THINGS, Row, held_out, make_model, supervise, train_bpe, with_template
 
 if TYPE_CHECKING:  # imported late, so that --help and a refused option return at once
     from transformers import PreTrainedTokenizerFast
@@ -171,39 +171,18 @@ TASKS: dict[str, tuple[Callable[..., list[dict]], Callable[..., Episode]]] = {
 
 def make_tokenizer(episodes: list[Episode], context: int) -> "PreTrainedTokenizerFast":
     """A byte-level BPE tokenizer of at most 400 tokens: one per digit and line break, runs of punctuation together."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import AddedToken
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\d| ?[A-Za-z]+|\n|[^A-Za-z\d\n]+"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     texts = [
         render_jinja_template([messages], tools=tools, chat_template=CHAT_TEMPLATE)[0][0]
         for messages, tools in episodes
     ]
-    tokenizer.train_from_iterator([piece for text in texts for piece in MARKS.split(text)], trainer)
+    pieces = [piece for text in texts for piece in MARKS.split(text)]
+    tokenizer = train_bpe(r"\d| ?[A-Za-z]+|\n|[^A-Za-z\d\n]+", pieces)
     # Ordinary tokens, as in Qwen3: what is decoded keeps them, so a call can be read.
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False), AddedToken("</tool_call>", normalized=False)])
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        padding_side="left",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=context,
-    )
+    made = with_template(tokenizer, CHAT_TEMPLATE, context)
     made.response_template = RESPONSE_TEMPLATE
     return made
 

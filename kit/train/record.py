@@ -13,13 +13,13 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from kit.core.config.load import to_dict
 from kit.core.config.schema import Config
 from kit.core.errors import CheckFailed
+from kit.core.installed import installed_versions
 from kit.core.run_directory import RunDir, write_json
 from kit.environments.load import source_hashes
 from reward import function_of, is_own
@@ -31,13 +31,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate"
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages a result depends on."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version()} | installed_versions(PACKAGES)
 
 
 def machine() -> dict[str, Any]:
