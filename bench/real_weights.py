@@ -167,6 +167,8 @@ def learn(work: Work) -> list[str]:
     found = {arm: [facts(work.run(arm, seed)) for seed in range(work.seeds)] for arm in work.arms}
     write_json(work.options.out, {"command": sys.argv, "runs": found, "failed": failed})
     table_of_rewards(found)
+    if any(run.get("whole", {}).get(ROUTING_KEYS[0]) for runs in found.values() for run in runs):
+        table_of_routing(found)
     return failed
 
 
@@ -188,6 +190,8 @@ def facts(run: RunDir) -> dict[str, Any]:
         **{key: mean(key, last) for key in FIGURES},
         "truncated": [mean("truncated_fraction", rows[:ENDS]), mean("truncated_fraction", last)],
         "zero_spread": mean("zero_spread_fraction", last),
+        "whole": {key: mean(key, rows) for key in ("sampler_k3", "corrected_token_fraction", *ROUTING_KEYS)},
+        "largest_delta": max((row["sampler_delta_max"] or 0.0 for row in rows), default=0.0),
         "heldout": [row["heldout_accuracy"] for row in rows if row.get("heldout_accuracy") is not None],
         "step_s": statistics.median(row["seconds"]["step"] for row in rows),
     }
@@ -216,6 +220,34 @@ def table_of_rewards(found: dict[str, list[dict]]) -> None:
             for key in ("sampler_k3", "sampler_delta_mean", *ROUTING_KEYS)
         ]
         print(f"| {arm} | {shown} | {mean:.3f} | {change} | {' | '.join(figures)} |")
+
+
+def table_of_routing(found: dict[str, list[dict]]) -> None:
+    """Print how far sampler and policy were apart over all steps, for mixtures of experts."""
+    print(
+        "\n| arm | k3 | largest Δlogp by seed | corrected tokens | other experts: pairs | tokens |\n"
+        + "|---" * 6
+        + "|"
+    )
+    for arm, runs in found.items():
+        done = [run for run in runs if run]
+        if not done:
+            continue
+        means = {
+            key: statistics.mean(values)
+            if (values := [run["whole"][key] for run in done if run["whole"][key]])
+            else None
+            for key in done[0]["whole"]
+        }
+        shown = {key: "–" if value is None else f"{value:.1e}" for key, value in means.items()}
+        largest = ", ".join(f"{run['largest_delta']:.1f}" for run in done)
+        cells = [
+            shown["sampler_k3"],
+            largest,
+            shown["corrected_token_fraction"],
+            *(shown[key] for key in ROUTING_KEYS),
+        ]
+        print(f"| {arm} | {' | '.join(cells)} |")
 
 
 def interval_of(values: list[float], form: str) -> str:
