@@ -1,9 +1,11 @@
-"""An event loop in a thread of its own, for libraries whose connections belong to the loop that opened them.
+"""An event loop in a thread of its own, which lives as long as the process.
 
-The runner of episodes has a new loop for every batch, and starts episodes in threads that have none.
+Episodes run on one, and so do libraries whose connections belong to the loop that opened them: episodes start in
+threads that have none.
 """
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -18,9 +20,13 @@ class EventLoop:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
 
+    def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        """Run `work` without waiting for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def wait(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run `work` and block this thread until it is done; `TimeoutError` cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.start(work)
         try:
             return future.result(timeout_s)
         except TimeoutError:
@@ -29,8 +35,4 @@ class EventLoop:
 
     async def join(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` and await it from another loop; cancelling the caller cancels it."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run `work` without waiting for it."""
-        asyncio.run_coroutine_threadsafe(work, self._loop)
+        return await asyncio.wrap_future(self.start(work))

@@ -14,7 +14,6 @@ each of them waits for a turn, so a run repeats itself. On servers every turn is
 import asyncio
 import concurrent.futures
 import queue
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput, CheckFailed
 from kit.environments.episode import Environment, Episode, Message, UnknownEpisode
+from kit.environments.event_loop import EventLoop
 from kit.environments.tools import in_thread
 from kit.rollout.episode_tokens import EpisodeTokens
 from kit.rollout.policy_view import Report, Rollouts
@@ -119,7 +119,7 @@ class EpisodeRunner:
     def __init__(self, environment: Environment, tokens: EpisodeTokens, config: Config):
         self.environment, self.tokens = environment, tokens
         self.limits, self.rollout = config.environment, config.rollout
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: EventLoop | None = None
         # Parsing and rendering hundreds of turns takes seconds; on the loop, their tools would be out of time.
         self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="episode-texts")
 
@@ -129,9 +129,8 @@ class EpisodeRunner:
         """Start an episode on each row and return at once; the results come in the order of `rows`. `stop_ids` are
         the tokens that end a turn. The first error ends all episodes."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(self._all(rows, sampler, {*stop_ids}), self._loop)
+            self._loop = EventLoop("episodes")
+        return self._loop.start(self._all(rows, sampler, {*stop_ids}))
 
     def sample_here(
         self, rows: list[dict], generate: "Generate", version: int, stop_ids: list[int]
