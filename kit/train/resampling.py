@@ -69,7 +69,7 @@ class Drawn:
         }
 
     def with_rows(self, rows: dict[int, dict[str, Any]], rewards: torch.Tensor) -> "Drawn":
-        """A copy in which these rows (`row` of a `Drawn`, by index) stand for the own ones."""
+        """Return a copy with these rows (`row` of a `Drawn`, by index) in place of its own."""
 
         def changed(name: str, own: list | None) -> list | None:
             return own and [rows[index][name] if index in rows else value for index, value in enumerate(own)]

@@ -53,7 +53,7 @@ def token_row(row: Demonstration, tokenizer: Any, stops: set[int], config: Confi
 
 
 def _text(row: Demonstration, tokenizer: Any) -> list[Part]:
-    """A text, after one that is not learned, with the stop token at its end, as TRL has it."""
+    """Token ids of a text with its stop token, after a text that is not learned, in TRL's form."""
     before = tokenizer(row.before)["input_ids"] if row.before else []
     text = tokenizer(row.text, add_special_tokens=not row.before)["input_ids"]
     if text and text[-1] == tokenizer.eos_token_id:
