@@ -46,12 +46,15 @@ class Handler(BaseHTTPRequestHandler):
             judge.at_once += 1
             judge.most_at_once = max(judge.most_at_once, judge.at_once)
         try:
-            self.answer(judge)
+            reply = self.answer(judge)
         finally:
-            with judge.lock:
+            with judge.lock:  # before the reply is sent: its client asks again at once
                 judge.at_once -= 1
+        if reply is not None:
+            self.reply(*reply)
 
-    def answer(self, judge: StubJudge) -> None:
+    def answer(self, judge: StubJudge) -> tuple[int, dict | str] | None:
+        """Status and body of the reply; None where there is none."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = judge.choose(body["messages"][0]["content"])
         does = next((word for word in BEHAVIORS if re.search(rf"\bjudge-{word}\b", text)), "score")
@@ -61,31 +64,33 @@ class Handler(BaseHTTPRequestHandler):
             judge.headers.append(dict(self.headers))
             is_first = judge.asked[does] == 1
         if self.path != "/v1/chat/completions":
-            return self.reply(404, {"error": f"no {self.path}"})
+            return 404, {"error": f"no {self.path}"}
         if judge.status != 200:
-            return self.reply(judge.status, {"error": f"key {self.headers.get('Authorization')} is not valid"})
+            return judge.status, {"error": f"key {self.headers.get('Authorization')} is not valid"}
         if does == "late":
             judge.closing.wait(judge.late_s)
         elif does == "silent":
-            return judge.closing.wait()
+            judge.closing.wait()
+            return None
         elif does == "dropped":
-            return self.connection.close()
+            self.connection.close()
+            return None
         elif does == "drip":
             with contextlib.suppress(OSError):
                 while not judge.closing.wait(0.05):
                     self.wfile.write(b"H")
             return None
         elif does == "torn":
-            return self.reply(200, '{"choices": [')
+            return 200, '{"choices": ['
         elif does in ("500", "404"):
-            return self.reply(int(does), {"error": "as asked"})
+            return int(does), {"error": "as asked"}
         elif does == "flaky" and is_first:
-            return self.reply(503, {"error": "try again"})
+            return 503, {"error": "try again"}
         score = re.search(r"judge-score (\S+)", text)
         said = {"garbage": "I like it.", "empty": "", "off": "Score: 11"}.get(
             does, f"Score: {score[1] if score else 5}"
         )
-        return self.reply(200, {"choices": [{"message": {"role": "assistant", "content": said}}]})
+        return 200, {"choices": [{"message": {"role": "assistant", "content": said}}]}
 
     def reply(self, status: int, body: dict | str) -> None:
         data = (body if isinstance(body, str) else json.dumps(body)).encode()
