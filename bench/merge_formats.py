@@ -36,7 +36,6 @@ SHAPE = {
     "vocab_size": 1024,
 }
 TINY = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-FP4_GPU = (10, 0)  # lowest compute capability that multiplies activations in FP4
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,11 @@ def cases(capability: tuple[int, int] | None) -> list[Case]:
     found += [Case("fp8_static", 0.15, on_cpu=False), Case("awq", 0.05), Case("nvfp4a16", 0.05, on_cpu=False)]
     # NF4 of a policy is rejected, so serve the base's. vLLM's loader of bitsandbytes checkpoints needs a GPU.
     found += [Case("nf4", 0.05, on_cpu=False, policy="base")]
+    from kit.core.cards import W4A4, generation
+
     if capability is None:
         return [case for case in found if case.on_cpu]
-    if capability >= FP4_GPU:
+    if generation(capability).nvfp4 == W4A4:
         return [*found, Case("nvfp4", 0.3)]
     # Marlin multiplies BF16 activations by FP4 weights, equal to nvfp4a16's; emulation also rounds activations.
     return [*found, Case("nvfp4", 0.05, reader="nvfp4a16"), Case("nvfp4", 0.3, backend="emulation")]

@@ -3,6 +3,7 @@
     python -m launch.plan --config recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml --gpu rtx4090
     python -m launch.plan --config RUN.yaml --gpu h100-80g:8 --rollout.max_completion_length 4096
     python -m launch.plan --matrix
+    python -m launch.plan --cards
     python -m launch.plan --check POINTS.json
 
 Reads only the model's config, no weights; keys of the YAML can be given as --group.key value. Exit codes: 0 it fits,
@@ -33,12 +34,17 @@ def main() -> int:
     parser.add_argument("--model", help="a model directory or hub id, overrides the YAML's model")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--matrix", action="store_true", help="models x GPUs: the longest completion that fits")
+    parser.add_argument("--cards", action="store_true", help="what each GPU computes, trains in and serves")
     parser.add_argument("--check", metavar="JSON", help="compare with measured points (bench/memory_points.py)")
     flags, overrides = parser.parse_known_args()
     if flags.check is not None:
         from kit.plan.compare_points import check
 
         return check(flags.check, flags.json)
+    if flags.cards:
+        from kit.plan.cards_table import print_cards
+
+        return print_cards(flags.json)
     if flags.matrix:
         from kit.plan.matrix import print_matrix
 

@@ -25,7 +25,17 @@ from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, command_p
 from kit.core.run_directory import base_directory, read_json, write_json
 from kit.rollout.protocol import Info
 from launch.replicas import Replicas, Stopped, started_at, stop_groups
-from launch.vllm_command import Installed, Plan, check_base, check_ports, gpu_gib, installed_vllm, plans, visible_gpus
+from launch.vllm_command import (
+    Installed,
+    Plan,
+    check_base,
+    check_ports,
+    gpu_gib,
+    installed_vllm,
+    plans,
+    visible_cards,
+    visible_gpus,
+)
 
 ACTIONS = ("start", "stop", "canary")
 
@@ -51,7 +61,7 @@ def main() -> int:
 def start(config: Config, flags: argparse.Namespace, overrides: list[str]) -> int:
     """Run every check, then start the replicas."""
     vllm = installed_vllm()
-    found = plans(config, vllm, *((None, None) if vllm.is_cpu else (visible_gpus(), gpu_gib())))
+    found = plans(config, vllm, *((None,) if vllm.is_cpu else (visible_gpus(), gpu_gib(), visible_cards())))
     manifest = check_base(config, flags.config)
     check_ports(found)
     describe(config, found, manifest, vllm, flags.dry_run)

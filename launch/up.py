@@ -61,6 +61,7 @@ from launch.vllm_command import (
     gpu_gib,
     installed_vllm,
     plans,
+    visible_cards,
 )
 
 POLL_S = 0.2
@@ -112,7 +113,7 @@ def server_plans(config: Config, vllm: Installed | None, placement: Placement) -
         return plans(config, vllm, None)
     # The names are already in the order of server.gpus.
     unlisted = replace(config, server=replace(config.server, gpus=None))
-    return plans(unlisted, vllm, list(placement.servers), gpu_gib())
+    return plans(unlisted, vllm, list(placement.servers), gpu_gib(), visible_cards())
 
 
 def prepare(

@@ -5,12 +5,14 @@ import errno
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kit.core import format_names
-from kit.core.config import format_rules
+from kit.core.config import card_rules, format_rules
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.limits import FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM, fold_gib
@@ -177,6 +179,13 @@ def visible_gpus() -> list[str] | None:
     return _nvidia_smi("index")
 
 
+def visible_cards() -> list[tuple[str, tuple[int, int]]]:
+    """(name, compute capability) of the kinds of GPUs of this machine; empty if they cannot be determined."""
+    lines = (_nvidia_smi("name,compute_cap") or []) if shutil.which("nvidia-smi") else []
+    rows = dict.fromkeys(tuple(line.rsplit(", ", 1)) for line in lines)
+    return [(name, (int(number[:-2]), int(number[-1]))) for name, number in rows if re.fullmatch(r"\d+\.\d", number)]
+
+
 def gpu_gib() -> float | None:
     """Memory of the smallest GPU of this machine in GiB; None if it cannot be determined."""
     sizes = _nvidia_smi("memory.total") if shutil.which("nvidia-smi") else None
@@ -186,7 +195,7 @@ def gpu_gib() -> float | None:
 def _nvidia_smi(field: str) -> list[str] | None:
     query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    return done.stdout.split() if done.returncode == 0 else None
+    return done.stdout.splitlines() if done.returncode == 0 else None
 
 
 def check_base(config: Config, config_path: str) -> dict:
@@ -230,15 +239,24 @@ def check_base(config: Config, config_path: str) -> dict:
     return manifest
 
 
-def plans(config: Config, vllm: Installed, gpus: list[str] | None, card_gib: float | None = None) -> list[Plan]:
+def plans(
+    config: Config,
+    vllm: Installed,
+    gpus: list[str] | None,
+    card_gib: float | None = None,
+    cards: Sequence[tuple[str, tuple[int, int]]] = (),
+) -> list[Plan]:
     """One plan per rollout.server_urls entry; a single `BadInput` lists everything that cannot work.
 
-    `gpus` are those visible to CUDA and `card_gib` is the memory of one; None if unknown.
+    `gpus` are those visible to CUDA, `card_gib` is the memory of one (None if unknown), and `cards` are the names and
+    compute capabilities of their kinds, as far as known.
     """
     from kit.rollout.replica import log_name
 
     formats = [*format_names.faults(config), *format_rules.faults(config)]
     faults = [*formats, *_unservable(config, vllm), *_flags(config)]
+    for name, capability in cards if not formats else ():
+        faults += card_rules.server_faults(config, name, capability)
     memory = _memory(config, vllm, card_gib, faults)
     places = _places(config, faults)
     shares = _gpu_shares(config, vllm, gpus, faults)

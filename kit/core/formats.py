@@ -1,8 +1,7 @@
 """Deployment formats: `FORMATS` has one row for each, with every fact about it.
 
 Configuration, plan, policy, server, merge, pages and plots read the rows. To add a format, add a row; a new kind of
-numbers is defined in kit/weights/quantize.py, a new layout is written in merge/quantize.py. Imports torch only to look
-at a GPU.
+numbers is defined in kit/weights/quantize.py, a new layout is written in merge/quantize.py. Imports no torch.
 """
 
 import math
@@ -15,7 +14,6 @@ from kit.core.errors import BadInput
 GROUPS = {"fp8": 128, "nvfp4": 16}  # activation values that share a scale, in formats per block
 # Keys of a model's configuration that only a mixture of experts sets.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
-FP8_CAPABILITY, FP4_CAPABILITY = (8, 9), (10, 0)  # GPUs that multiply FP8 and FP4
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,6 @@ class QuantFormat:
     layout: str = ""  # its name in compressed-tensors, or bitsandbytes
     preset: str = ""  # compressed-tensors' scheme
     weights_preset: str = ""  # scheme of the weights if it is another one's
-    capability: tuple[int, int] = (0, 0)  # compute capability of the first GPUs that multiply it
     served_as: str = "bf16"  # server.weights of a run that trains for it; bf16 holds the same numbers
     not_trained: str = ""  # why no run trains for it, and what to do instead
     modelopt: str = ""  # nvidia-modelopt's configuration of the same numbers
@@ -99,7 +96,6 @@ ROWS = (
         activation=ActivationFormat("fp8", "token", False),
         layout="float-quantized",
         preset="FP8_DYNAMIC",
-        capability=FP8_CAPABILITY,
         served_as="fp8_per_channel",
         modelopt="FP8_PER_CHANNEL_PER_TOKEN_CFG",
         called=("int8", "w8a8"),
@@ -114,7 +110,6 @@ ROWS = (
         activation=ActivationFormat("fp8", "block", False),
         layout="float-quantized",
         preset="FP8_BLOCK",
-        capability=FP8_CAPABILITY,
         served_as="fp8_per_block",
     ),
     QuantFormat(
@@ -130,7 +125,6 @@ ROWS = (
         # Given a single scale per weight, vLLM 0.31 takes the largest of the layers that it fuses and requantizes the
         # others, through FP16. Repeated for every output channel, the scale is kept as it is.
         weights_preset="FP8_DYNAMIC",
-        capability=FP8_CAPABILITY,
         modelopt="FP8_DEFAULT_CFG",
     ),
     QuantFormat(
@@ -183,7 +177,6 @@ ROWS = (
         layout="nvfp4-pack-quantized",
         preset="NVFP4",
         weights_preset="NVFP4A16",
-        capability=FP4_CAPABILITY,
         modelopt="NVFP4_DEFAULT_CFG",
         called=("w4a4",),
     ),
@@ -290,26 +283,6 @@ def check_shapes(fmt: QuantFormat, shapes: Mapping[str, tuple[int, int]]) -> Non
     """Raise `BadInput` if `fmt` cannot store one of these kinds of linear layers, {name: (out, in)}."""
     if fault := shape_fault(fmt, shapes):
         raise BadInput(f"policy.quant_cfg {fmt.name} {fault}. fp8 has no such limit.")
-
-
-def check_hardware(fmt: QuantFormat, backend: str) -> None:
-    """Raise `BadInput` if this machine's GPU cannot sample in `fmt` with `rollout.backend`.
-
-    Training is never refused: every format's numbers are computed in the model's dtype, on any GPU and on a CPU,
-    including FP4 without FP4 arithmetic. A rollout server leaves FP8 to vLLM, which on a GPU without FP8 arithmetic
-    does not quantize activations: that is another policy than the one that learns.
-    """
-    import torch
-
-    if backend != "server" or not fmt.by_vllm or not torch.cuda.is_available():
-        return
-    if (capability := torch.cuda.get_device_capability()) < fmt.capability:
-        has, needed = (".".join(map(str, one)) for one in (capability, fmt.capability))
-        raise BadInput(
-            f"policy.quant_cfg {fmt.name}: {torch.cuda.get_device_name()} has no FP8 arithmetic (compute capability "
-            f"{has}, needed {needed}), so vLLM would not quantize activations as the policy does. Use "
-            f"{others_than_vllms()}, whose numbers are served as BF16, or rollout.backend in_process."
-        )
 
 
 def others_than_vllms() -> str:

@@ -9,6 +9,7 @@ differ.
 import math
 from dataclasses import dataclass, replace
 
+from kit.core.cards import W8A8
 from kit.core.config.schema import Config
 from kit.plan import quantized, teacher
 from kit.plan.coefficients import value
@@ -56,7 +57,7 @@ def whole_step(rollout: float, update: float, other: float, overlaps: bool) -> f
 
 
 def can_estimate(card: Card) -> bool:
-    return card.bf16_tflops is not None and card.gb_per_s is not None
+    return card.half_tflops is not None and card.gb_per_s is not None
 
 
 def spread(card: Card) -> float:
@@ -134,7 +135,7 @@ def update_seconds(shape: Shape, config: Config, card: Card, completions: int, s
 
 
 def _reached(card: Card) -> float:
-    return value("update_efficiency") * card.bf16_tflops * 1e12
+    return value("update_efficiency") * card.half_tflops * 1e12
 
 
 def _layer_traffic(shape: Shape, config: Config) -> float:
@@ -209,13 +210,15 @@ def teacher_seconds(shape: Shape, config: Config, card: Card, completions: int, 
 def decode_seconds(shape: Shape, config: Config, card: Card, sequences: float) -> float:
     """Seconds to decode one token for each of `sequences` at half of the full length, on a vLLM server."""
     server, rollout, share = config.server, config.rollout, config.server.tensor_parallel
-    fp8 = server.weights != "bf16" and card.fp8_tflops is not None
+    row = card.generation
+    fp8 = card.fp8_tflops is not None and (row is None or row.served.get(server.weights) == W8A8)
+    fp8 = fp8 and server.weights != "bf16"
     read = shape.weights_read(sequences) * (1 if server.weights != "bf16" else 2) + 2 * shape.vocabulary * shape.hidden
     bandwidth = card.gb_per_s * 1e9
     if fp8:
         reached = value("decode_efficiency_fp8") * card.fp8_tflops * 1e12
     else:
-        reached = value("decode_efficiency_bf16") * card.bf16_tflops * 1e12
+        reached = value("decode_efficiency_bf16") * card.half_tflops * 1e12
     length = rollout.max_prompt_length + rollout.max_completion_length / 2
     cache = shape.cached_bytes(length, kv_width(config)) / (value("decode_bandwidth") * bandwidth)
     flops = 2 * (shape.active_weights + shape.vocabulary * shape.hidden) / reached
@@ -230,7 +233,7 @@ def served_seconds(shape: Shape, config: Config, card: Card, completions: float,
     waves = math.ceil(completions / at_once)
     decode = decode_seconds(shape, config, card, completions / waves)
     prompts = completions / config.rollout.group_size * config.rollout.max_prompt_length
-    peak = value("decode_efficiency_bf16") * card.bf16_tflops * 1e12 * config.server.tensor_parallel
+    peak = value("decode_efficiency_bf16") * card.half_tflops * 1e12 * config.server.tensor_parallel
     return waves * config.rollout.max_completion_length * decode + 2 * shape.active_weights * prompts / peak
 
 

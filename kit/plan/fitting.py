@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kit.core.config import expert_rules
+from kit.core.cards import W8A8
+from kit.core.config import card_rules, expert_rules
 from kit.core.config.checks import check_config
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
@@ -167,9 +168,10 @@ def _faults(layout: Layout) -> list[str]:
         found.append(f"Prompt and completion ({length} tokens) are longer than the model's {shape.positions}.")
     if config.policy.embeddings == "host" and shape.tied:
         found.append("policy.embeddings is host and the model's output layer has the same weight. Set it to gpu.")
-    if config.policy.compute == "fp8" and card.fp8_tflops is None and card.bf16_tflops:
-        found.append(f"A {card.name} has no FP8 arithmetic. Set policy.compute to fused.")
-    found += quantized.faults(shape, config, card)
+    if card.capability is not None:
+        found += card_rules.trainer_faults(config, card.name, card.capability)
+        found += card_rules.server_faults(config, card.name, card.capability)
+    found += quantized.faults(shape, config)
     if shape.experts is not None:
         found += [f"The model is a mixture of experts: {one}." for one in expert_rules.faults(config)]
     if layout.server is None:
@@ -179,12 +181,6 @@ def _faults(layout: Layout) -> list[str]:
         found.append(
             f"The server has {cache:.1f} GiB for its KV cache and one sequence of full length takes {one:.1f}: vLLM "
             "does not start."
-        )
-    fp8 = config.server.weights != "bf16" and config.policy.quant_cfg is None
-    if fp8 and card.fp8_tflops is None and not card.is_cpu and card.bf16_tflops:
-        found.append(
-            f"A {card.name} has no FP8 arithmetic, and remerge does not cover the kernel that vLLM takes there. Set "
-            "server.weights to bf16."
         )
     if shape.heads % config.server.tensor_parallel:
         found.append(
@@ -335,7 +331,8 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
     if not layout.chose and (train.recompute != "full" or train.recompute_fraction < 1):
         keys = {"train.recompute": "full", "train.recompute_fraction": 1.0}
         found.append((keys, "one more forward pass in the update"))
-    if config.policy.compute == "fp8" and layout.card.bf16_tflops and not layout.card.fp8_tflops:
+    row = layout.card.generation
+    if config.policy.compute == "fp8" and row and not row.trainer_fp8:
         found.append(({"policy.compute": "fused"}, "matmuls in 16 bits"))
     if config.distill.is_given and config.distill.chunk_tokens > 256:
         found.append(({"distill.chunk_tokens": 256}, "the divergence in more, smaller matmuls"))
@@ -372,16 +369,17 @@ def _server_candidates(layout: Layout, shared: bool) -> list[tuple[Keys, str]]:
     found: list[tuple[Keys, str]] = []
     host: Keys = {"server.nf4_copy": "host"} if config.rollout.sync == "remerge" and server.nf4_copy == "gpu" else {}
     free = config.policy.quant_cfg is None  # otherwise the format determines what is served
-    if free and server.weights != "bf16" and layout.card.bf16_tflops and not layout.card.fp8_tflops:
+    row = layout.card.generation
+    if free and row and server.weights != "bf16" and row.served.get(server.weights) != W8A8:
         found.append(({"server.weights": "bf16"}, "twice the memory for the server's weights"))
-    if free and server.weights == "bf16" and layout.card.fp8_tflops:
+    if free and server.weights == "bf16" and row and row.served.get("fp8_per_channel") == W8A8:
         found.append(({"server.weights": "fp8_per_channel"}, "FP8 rounding in the sampler, faster rollouts"))
     if shared and not server.sleep and not layout.card.is_cpu:
         keys: Keys = {"server.sleep": True} | host | in_turn(config)
         found.append((keys, "about half a second per step to sleep and wake"))
     if host:
         found.append((host, "a slower sync: the copy comes from host memory"))
-    if server.kv_cache == "auto":
+    if server.kv_cache == "auto" and (row is None or row.fp8_cache):
         half: Keys = {"server.kv_cache_gib": server.kv_cache_gib / 2} if server.kv_cache_gib else {}
         found.append(({"server.kv_cache": "fp8", **half}, "FP8 rounding of keys and values"))
     least = math.ceil(10 * config.rollout.group_size * memory.sequence_gib(layout.shape, config)) / 10

@@ -1,59 +1,17 @@
-"""Cards by name, with memory, arithmetic and bandwidth, and detection of this machine's cards."""
+"""Cards by name (`kit/core/cards.py`), and detection of this machine's cards."""
 
 import difflib
 import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from kit.core.cards import CARDS, Card
 from kit.core.errors import BadInput
 
-
-@dataclass(frozen=True)
-class Card:
-    """One accelerator: the memory that torch sees, dense TFLOP/s in BF16 and FP8, GB/s of bandwidth.
-
-    `fp8_tflops` is None if the card has no FP8 arithmetic; the others are None if unknown (a CPU, another card).
-    """
-
-    name: str
-    gib: float
-    bf16_tflops: float | None = None
-    fp8_tflops: float | None = None
-    gb_per_s: float | None = None
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.name == "cpu"
-
-
-def _cards(*rows: tuple) -> dict[str, Card]:
-    return {row[0]: Card(*row) for row in rows}
-
-
-# Manufacturers' data sheets, without sparsity; memory as torch.cuda.get_device_properties gives it.
-CARDS = _cards(
-    ("b200", 178.4, 2250, 4500, 8000),
-    ("h200", 139.8, 989, 1979, 4800),
-    ("h100-94g", 93.1, 835, 1671, 3900),
-    ("h100-80g", 79.1, 989, 1979, 3350),
-    ("h100-pcie", 79.1, 756, 1513, 2000),
-    ("a100-80g", 79.1, 312, None, 2039),
-    ("a100-40g", 39.4, 312, None, 1555),
-    ("rtxpro6000", 94.9, 503, 1007, 1792),
-    ("rtx6000ada", 47.4, 364, 728, 960),
-    ("l40s", 44.4, 362, 733, 864),
-    ("a6000", 47.4, 155, None, 768),
-    ("l4", 22.0, 121, 242, 300),
-    ("a10", 22.1, 125, None, 600),
-    ("rtx5090", 31.4, 209, 419, 1792),
-    ("rtx5080", 15.5, 113, 225, 960),
-    ("rtx4090", 23.5, 165, 330, 1008),
-    ("rtx4080", 15.6, 97, 195, 717),
-    ("rtx3090", 23.6, 71, None, 936),
-)
-SHORT = {"h100": "h100-80g", "a100": "a100-80g", "4090": "rtx4090", "5090": "rtx5090", "3090": "rtx3090"}
+SHORT = {"h100": "h100-80g", "a100": "a100-80g", "v100": "v100-16g"}
+SHORT |= {"4090": "rtx4090", "5090": "rtx5090", "3090": "rtx3090"}
 # Names in nvidia-smi; the first match wins. Two sizes of a card are distinguished by their memory.
 _NAMES = (
     (r"B200", "b200"),
@@ -62,11 +20,14 @@ _NAMES = (
     (r"H100 PCIe", "h100-pcie"),
     (r"H100", "h100-80g"),
     (r"A100", "a100-80g"),
+    (r"V100", "v100-32g"),
     (r"RTX PRO 6000", "rtxpro6000"),
     (r"RTX 6000 Ada", "rtx6000ada"),
     (r"L40S", "l40s"),
     (r"RTX A6000", "a6000"),
+    (r"A40\b", "a40"),
     (r"L4\b", "l4"),
+    (r"\bT4\b", "t4"),
     (r"A10\b|A10G", "a10"),
     (r"RTX 5090", "rtx5090"),
     (r"RTX 5080", "rtx5080"),
@@ -74,6 +35,7 @@ _NAMES = (
     (r"RTX 4080", "rtx4080"),
     (r"RTX 3090", "rtx3090"),
 )
+_SMALLER = {"a100-80g": (60, "a100-40g"), "v100-32g": (20, "v100-16g")}  # the card below so many GiB
 HELD_BACK_GIB = 0.5  # nvidia-smi includes what the driver reserves: 140.4 GiB of an H200, of which torch sees 139.8
 
 
@@ -121,8 +83,8 @@ def recognize(name: str, gib: float) -> Card:
     """The card that nvidia-smi reports as `name` with `gib` of memory; an unknown card has no speeds."""
     for pattern, key in _NAMES:
         if re.search(pattern, name):
-            if key == "a100-80g" and gib < 60:
-                key = "a100-40g"
+            below, smaller = _SMALLER.get(key, (0, key))
+            key = smaller if gib < below else key
             return replace(CARDS[key], gib=min(CARDS[key].gib, round(gib - HELD_BACK_GIB, 1)))
     return Card(name, round(gib - HELD_BACK_GIB, 1))
 

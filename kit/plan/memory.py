@@ -599,7 +599,7 @@ def _has_holes() -> bool:
 def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """GiB that one GPU of a replica holds once it has synced, by part."""
     server, rollout, share = config.server, config.rollout, config.server.tensor_parallel
-    width = 2 if config.model.dtype == "bfloat16" or server.weights != "bf16" else 4
+    width = 2 if config.model.dtype != "float32" or server.weights != "bf16" else 4
     linear = width if server.weights == "bf16" else 1
     found = {
         "weights": shape.linear_weights * linear / share / GIB,

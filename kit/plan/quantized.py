@@ -16,7 +16,7 @@ from kit.core.config import format_rules
 from kit.core.config.schema import TRAIN, Config
 from kit.core.errors import BadInput
 from kit.core.format_names import read_quant_format
-from kit.core.formats import QuantFormat, check_shapes, others_than_vllms
+from kit.core.formats import QuantFormat, check_shapes
 from kit.plan.decoder import Shape
 from kit.plan.gpus import Card
 
@@ -41,7 +41,7 @@ def format_of(config: Config) -> QuantFormat | None:
 
 def has_kernels(card: Card) -> bool:
     """Whether the kernels of quantize_kernel.py run on the card; an unknown card is assumed to be new."""
-    return not card.is_cpu and (card.fp8_tflops is not None or card.bf16_tflops is None)
+    return not card.is_cpu and (card.generation is None or card.generation.trainer_fp8)
 
 
 def multiplies_fp8(config: Config, card: Card) -> bool:
@@ -50,8 +50,8 @@ def multiplies_fp8(config: Config, card: Card) -> bool:
     return fmt is not None and fmt.name == "fp8" and has_kernels(card) and config.model.dtype == "bfloat16"
 
 
-def faults(shape: Shape, config: Config, card: Card) -> list[str]:
-    """Why this shape, or a server on this card, cannot compute in `policy.quant_cfg`."""
+def faults(shape: Shape, config: Config) -> list[str]:
+    """Why this shape cannot compute in `policy.quant_cfg`, or a server could not."""
     if (fmt := format_of(config)) is None or shape.experts is not None:  # refused by expert_rules
         return []
     found = format_rules.faults(config)
@@ -59,11 +59,6 @@ def faults(shape: Shape, config: Config, card: Card) -> list[str]:
         check_shapes(fmt, {one.name: (one.outs, one.ins) for one in shape.linears})
     except BadInput as error:
         found.append(str(error))
-    if config.rollout.backend == "server" and fmt.by_vllm and card.bf16_tflops and card.fp8_tflops is None:
-        found.append(
-            f"A {card.name} has no FP8 arithmetic, so vLLM would not quantize activations as policy.quant_cfg "
-            f"{fmt.name} does. Use {others_than_vllms()}."
-        )
     return found
 
 

@@ -33,7 +33,6 @@ from peft.tuners.lora import layer as peft_layer
 from torch.autograd.function import once_differentiable
 
 from kit.core.errors import BadInput
-from kit.core.formats import FP8_CAPABILITY
 from kit.policy.recompute import base_product
 from kit.weights.fp8 import LEAST_SCALE, Fp8Linear, row_scales
 from kit.weights.frozen_base import stored_linears
@@ -55,24 +54,6 @@ SAME_INPUT += (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))  # line
 # From this many values on, and up to this rank, our own kernel adds the adapter's part: cuBLAS reaches half of the
 # memory bandwidth there. For smaller outputs the launch costs more.
 LARGE, WIDEST_RANK = 1 << 24, 64
-
-
-def check_compute(compute: str, dtype: str) -> None:
-    """`BadInput` if `policy.compute` is fp8 and this machine's GPU does not support it; without a GPU FP8 is
-    emulated."""
-    if compute != "fp8" or not torch.cuda.is_available():
-        return
-    capability = torch.cuda.get_device_capability()
-    if capability < FP8_CAPABILITY:
-        raise BadInput(
-            f"policy.compute is fp8 and {torch.cuda.get_device_name()} has no FP8 arithmetic (compute capability "
-            f"{capability[0]}.{capability[1]}, needed 8.9). Use fused."
-        )
-    if dtype != "bfloat16":
-        raise BadInput(
-            f"policy.compute is fp8 and model.dtype is {dtype}: FP8 products with a scale per row come out in "
-            "bfloat16 only. Use model.dtype bfloat16, or policy.compute fused."
-        )
 
 
 def use_fused_linears(model: torch.nn.Module, compute: str) -> int:

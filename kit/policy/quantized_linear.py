@@ -30,8 +30,9 @@ from peft.tuners.lora import bnb as peft_bnb
 from peft.tuners.lora import layer as peft_layer
 from torch.autograd.function import once_differentiable
 
+from kit.core.cards import generation
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.formats import FP8_CAPABILITY, QuantFormat, check_shapes, fitted
+from kit.core.formats import QuantFormat, check_shapes, fitted
 from kit.policy import fused_linear
 from kit.policy.fused_linear import Group, LinearLayer, Settings, Waiting
 from kit.policy.recompute import base_product, is_answered
@@ -176,8 +177,8 @@ class Product:
         if self.quantizers.fmt.name != "fp8" or not rows.is_cuda or rows.dtype != torch.bfloat16 or not len(rows):
             return False
         sizes = self.layer.in_features, self.layer.out_features
-        capability = torch.cuda.get_device_capability(rows.device)
-        return capability >= FP8_CAPABILITY and not any(size % stored_weight.MULTIPLE for size in sizes)
+        row = generation(torch.cuda.get_device_capability(rows.device))
+        return row.trainer_fp8 and not any(size % stored_weight.MULTIPLE for size in sizes)
 
     def fp8_forward(
         self, quantized: tuple, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float, dtype: torch.dtype

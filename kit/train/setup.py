@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kit.core import formats
+from kit.core.cards import generation
 from kit.core.config.base_rules import describe_base
+from kit.core.config.card_rules import format_fault
 from kit.core.config.checks import check_config, is_main_process, uses_deepspeed, world_size
 from kit.core.config.load import parse_command
 from kit.core.config.recipe import check_recipe
@@ -131,8 +133,24 @@ def trained_format(config: Config, model_config: Any) -> QuantFormat | None:
         return None
     fmt = read_quant_format(config.policy.quant_cfg)
     formats.check_model(fmt, model_config)
-    formats.check_hardware(fmt, config.rollout.backend)
+    check_hardware(fmt, config.rollout.backend)
     return formats.fitted_to(fmt, model_config)
+
+
+def check_hardware(fmt: QuantFormat, backend: str) -> None:
+    """Raise `BadInput` if this machine's GPU cannot sample in `fmt` with `rollout.backend`.
+
+    Training is never refused: every format's numbers are computed in the model's dtype, on any GPU and on a CPU,
+    including FP4 without FP4 arithmetic. A rollout server leaves FP8 to vLLM, which on a GPU without FP8 arithmetic
+    does not quantize activations: that is another policy than the one that learns.
+    """
+    import torch
+
+    if backend != "server" or not torch.cuda.is_available():
+        return
+    row = generation(torch.cuda.get_device_capability())
+    if fault := format_fault(fmt, torch.cuda.get_device_name(), row):
+        raise BadInput(fault)
 
 
 def check_shared_card(config: Config, model_config: Any) -> None:

@@ -24,13 +24,14 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from kit.core.chat import question_of
+from kit.core.config.card_rules import trainer_faults
 from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
 from kit.core.run_directory import RunDir, checkpoint_step
 from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
 from kit.policy.adapter_dropout import turned_off
-from kit.policy.fused_linear import check_compute, use_fused_linears
+from kit.policy.fused_linear import use_fused_linears
 from kit.policy.liger import use_kernels
 from kit.policy.load import load_adapter_weights, publish_adapter, set_adapter_dtype
 from kit.policy.packed.attention import use_packed_attention
@@ -226,8 +227,11 @@ def check_optimizer(arguments: GRPOConfig) -> None:
 
 
 def check_card(config: Config) -> None:
-    """Raise `BadInput` if the GPU, if there is one, does not support `policy.compute`."""
-    check_compute(config.policy.compute, config.model.dtype)
+    """Raise `BadInput` if the GPU, if there is one, cannot train this configuration (`card_rules.py`)."""
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        if found := trainer_faults(config, *gpu):
+            raise BadInput("\n".join(found))
 
 
 class NewWeights(TrainerCallback):

@@ -18,7 +18,8 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 
-from kit.core.formats import FORMATS, FP8_CAPABILITY, ActivationFormat, QuantFormat
+from kit.core.cards import generation
+from kit.core.formats import FORMATS, ActivationFormat, QuantFormat
 from kit.weights import fp8, stored_weight
 from kit.weights.fp8 import E4M3_MAX
 from kit.weights.stored_weight import Layer
@@ -238,7 +239,7 @@ def _kernels(tensor: torch.Tensor) -> Any:
 
 @functools.cache
 def _has_fp8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    return generation(torch.cuda.get_device_capability(device)).trainer_fp8
 
 
 def _source(layer: Layer) -> Any:

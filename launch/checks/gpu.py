@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kit.core.cards import Generation, generation
+from kit.core.config.card_rules import describe, multiplies, server_faults, trainer_faults
 from kit.core.formats import FORMATS
 from launch.checks.children import Outcome, reason, run_step
-from launch.checks.machine import Gpu, Machine, Row, fail, ok, skip, warn
+from launch.checks.machine import Gpu, Machine, Row, fail, ok, skip, split_message, warn
 from launch.checks.packages import install_command
 
-BF16, FP8, NVFP4 = (8, 0), (8, 9), (10, 0)
 # Oldest driver of each CUDA major version; within a major version, newer builds run on older drivers.
 # https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/ table "minimum required driver version".
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -49,7 +50,7 @@ def gpu(machine: Machine) -> Iterator[Row]:
     for (label, capability, gib), count in Counter(
         (one.name, one.capability, round(one.total_gib)) for one in machine.gpus
     ).items():
-        yield from _capability(machine, f"{count} × {label}, {gib} GiB", capability)
+        yield from _capability(machine, label, f"{count} × {label}, {gib} GiB", capability)
     if len({one.name for one in machine.gpus}) > 1:
         found = f"different GPUs: {', '.join(one.name for one in machine.gpus)}; a job over all waits for the slowest"
         same = [one.index for one in machine.gpus if one.name == machine.gpus[0].name]
@@ -62,27 +63,31 @@ def gpu(machine: Machine) -> Iterator[Row]:
             yield warn(*_in_use(machine, one))
 
 
-def _capability(machine: Machine, what: str, capability: tuple[int, int]) -> Iterator[Row]:
+def _capability(machine: Machine, name: str, what: str, capability: tuple[int, int]) -> Iterator[Row]:
     config = machine.config
     if capability == (0, 0):
         yield warn(f"{what}: the driver does not report its compute capability", "update the NVIDIA driver")
         return
-    known = f"{what}, compute capability {capability[0]}.{capability[1]}"
-    if capability < BF16:
-        bad = fail if config and config.model.dtype == "bfloat16" else warn
-        yield bad(f"{known}: no BF16 (8.0 and newer)", "train on a newer GPU, or with --model.dtype float32")
-        return
-    fp8 = "FP8" if capability >= FP8 else "no FP8 (8.9 and newer)"
-    nvfp4 = "NVFP4" if capability >= NVFP4 else "NVFP4 as weights only (10.0 multiplies it)"
-    found = f"{known}: BF16, {fp8}, {nvfp4}"
-    if capability < FP8:
-        needs = machine.needs_server and config.server.weights != "bf16"
-        yield (fail if needs else warn)(found, "--server.weights bf16")
-    elif config and (newer := [one for one in config.eval.formats if FORMATS[one].capability > capability]):
-        fix = f"take {', '.join(newer)} out of eval.formats, or nvfp4a16, which is made for weights only"
-        yield warn(found, fix)
+    row = generation(capability)
+    found = f"{what}, compute capability {capability[0]}.{capability[1]}: {describe(row)}"
+    if not row.is_covered or "bfloat16" not in row.dtypes or not row.trainer_fp8:
+        yield warn(found, _fix_of(row))
     else:
         yield ok(found)
+    if config is None:
+        return
+    for fault in dict.fromkeys([*trainer_faults(config, name, capability), *server_faults(config, name, capability)]):
+        yield fail(*split_message(fault))
+    if newer := [one for one in config.eval.formats if not multiplies(FORMATS[one], row)]:
+        fix = f"take {', '.join(newer)} out of eval.formats, or use formats whose activations stay in 16 bits"
+        yield warn(f"{name} does not multiply in {', '.join(newer)}", fix)
+
+
+def _fix_of(row: Generation) -> str:
+    if not row.is_covered:
+        return "use a newer GPU"
+    fixes = [] if "bfloat16" in row.dtypes else [f"--model.dtype {row.dtypes[0]}"]
+    return " ".join([*fixes, "--server.weights bf16"])
 
 
 def _in_use(machine: Machine, one: Gpu) -> tuple[str, str]:
@@ -190,7 +195,8 @@ def vllm(machine: Machine) -> Iterator[Row]:
     """One token from vLLM with a small model, its weights quantized as on the rollout server."""
     config = machine.config
     weights: str | None = config.server.weights if machine.needs_server else "fp8_per_channel"
-    if weights == "bf16" or (machine.gpus and machine.gpus[0].capability < FP8):
+    served = generation(machine.gpus[0].capability).served if machine.gpus else {}
+    if weights == "bf16" or (machine.gpus and weights not in served):
         weights = None
     outcome = _vllm_outcome(machine, weights)
     # A hang would recur with unquantized weights.

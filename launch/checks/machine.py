@@ -44,6 +44,12 @@ def skip(why: str) -> Row:
     return Row("skip", why)
 
 
+def split_message(text: str) -> tuple[str, str]:
+    """Split a kit error message into what is wrong (its first sentence) and what to do (the rest)."""
+    parts = re.split(r"(?<=[.:)])\s+(?=[A-Z])", text, maxsplit=1)
+    return parts[0].rstrip(".:"), parts[1].rstrip(".") if len(parts) > 1 else "change that key"
+
+
 def run_tool(command: list[str]) -> str | None:
     """Standard output of a short command; None if it is not installed, fails or hangs."""
     try:

@@ -14,7 +14,7 @@ from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.plan.placement import Placement, place
 from launch.checks.children import reason, run_step
-from launch.checks.machine import GIB, Machine, Row, fail, ok, skip, warn
+from launch.checks.machine import GIB, Machine, Row, fail, ok, skip, split_message, warn
 
 DEFAULT_PORTS = {8000: "rollout.server_urls", 29500: "accelerate's main_process_port"}
 HEAD_LIMIT_S, HUB_LIMIT_S = 3.0, 10.0  # for the request, and for the child process that makes it
@@ -50,13 +50,7 @@ def of_a_run(check: Callable[[Machine], Iterator[Row]]) -> Callable[[Machine], I
 def fails_of(message: str) -> Iterator[Row]:
     """One row per line of a kit error message."""
     for line in message.splitlines():
-        yield fail(*_halves(line))
-
-
-def _halves(text: str) -> tuple[str, str]:
-    """Split a kit error message into what is wrong (its first sentence) and what to do (the rest)."""
-    parts = re.split(r"(?<=[.:)])\s+(?=[A-Z])", text, maxsplit=1)
-    return parts[0].rstrip(".:"), parts[1].rstrip(".") if len(parts) > 1 else "change that key"
+        yield fail(*split_message(line))
 
 
 @of_a_run
@@ -71,7 +65,7 @@ def settings(machine: Machine) -> Iterator[Row]:
     try:
         check_run_directory(config, False, processes)
     except BadInput as error:
-        yield warn(*_halves(str(error)))
+        yield warn(*split_message(str(error)))
         return
     steps, where = config.train.max_steps, config.run.directory
     yield ok(f"{config.run.name}: {steps} steps, {processes} trainer processes, writes to {where}")
@@ -163,7 +157,7 @@ def gpus_needed(machine: Machine) -> Iterator[Row]:
     with environment_of(announced(machine, processes)):
         fault = split_fault(config, min(one.total_gib for one in machine.gpus), replica_gib(config))
     if fault:
-        yield fail(*_halves(fault))
+        yield fail(*split_message(fault))
     elif processes > there * machine.machines:
         fix = f"accelerate launch --num_processes {there * machine.machines}"
         yield fail(f"{processes} trainer processes on {machine.machines} machines of {there} GPUs", fix)

@@ -20,6 +20,7 @@ BIG = ROOT / "recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml"
 ONE_GPU, ZERO2, TWO_NODES = (f"accelerate_configs/{name}.yaml" for name in ("one_gpu", "zero2", "two_nodes"))
 H200 = "{index}, GPU-{index}ab, NVIDIA H200, 580.65.06, 143771, {used}, 9.0, {mig}"
 A100 = "{index}, GPU-{index}ab, NVIDIA A100-SXM4-80GB, 580.65.06, 81920, {used}, 8.0, {mig}"
+T4 = "{index}, GPU-{index}ab, Tesla T4, 580.65.06, 15360, {used}, 7.5, [N/A]"
 V100 = "{index}, GPU-{index}ab, Tesla V100-SXM2-16GB, 535.54.03, 16384, {used}, 7.0, [N/A]"
 
 
@@ -173,10 +174,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
     "no requirements": (lambda t: packages.packages(machine(root=t)), "fail", "cannot be read"),
     "no gpu shown": (lambda t: gpu.gpu(machine(which=lambda n: n)), "fail", "shows no GPU"),
     "no fp8": (lambda t: gpu.gpu(machine(run_tool=smi(A100))), "warn", "no FP8"),
-    "no fp8 for the server": (lambda t: gpu.gpu(machine(BIG, run_tool=smi(A100))), "fail", "no FP8"),
-    "no bf16": (lambda t: gpu.gpu(machine(BIG, run_tool=smi(V100))), "fail", "no BF16"),
+    "no fp8 for the server": (lambda t: gpu.gpu(machine(BIG, run_tool=smi(A100))), "fail", "which vLLM refuses on"),
+    "no bf16": (lambda t: gpu.gpu(machine(BIG, run_tool=smi(T4))), "fail", "model.dtype is bfloat16, which Tesla T4"),
+    "too old": (lambda t: gpu.gpu(machine(BIG, run_tool=smi(V100))), "fail", "is not supported"),
     "weights-only nvfp4": (lambda t: gpu.gpu(machine(BIG, {"eval.formats": "[bf16, fp8, nvfp4]"}, **ON_H200)),
-        "warn", "NVFP4 as weights only"),
+        "warn", "does not multiply in nvfp4"),
     "split gpu": (lambda t: gpu.gpu(machine(run_tool=smi(H200, mig="Enabled"))), "warn", "MIG"),
     "gpu in use": (lambda t: gpu.gpu(machine(run_tool=smi(H200, used=9000, apps="GPU-0ab, 4711, python, 8990 MiB\n"))),
         "warn", "python (pid 4711, 8990 MiB)"),

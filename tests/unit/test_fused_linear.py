@@ -388,18 +388,5 @@ def overrides(keys: dict) -> list[str]:
     return [part for key, value in keys.items() for part in (f"--{key}", str(value))]
 
 
-def test_a_gpu_without_fp8_arithmetic_and_a_float32_model_are_refused_by_name(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    fused_linear.check_compute("fused", "bfloat16")
-    with pytest.raises(BadInput, match=r"A100.* has no FP8 arithmetic \(compute capability 8\.0, needed 8\.9\)"):
-        fused_linear.check_compute("fp8", "bfloat16")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    with pytest.raises(BadInput, match=r"model.dtype is float32: .* bfloat16 only"):
-        fused_linear.check_compute("fp8", "float32")
-    fused_linear.check_compute("fp8", "bfloat16")
-
-
 def test_the_gpu_kernels_give_the_bits_of_their_definitions_in_tritons_interpreter():
     assert "ok      unpack to FP8, transposed" in rehearse("bench/linear_check.py", "kernels")

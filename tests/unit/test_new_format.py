@@ -45,7 +45,7 @@ words = [f"--policy.quant_cfg={name}", f"--eval.formats=[bf16,{name}]", f"--eval
 config = load_config("recipes/configs/grpo-tiny-nf4-cpu.yaml", words)
 check_config(config, 1)
 shape, card = shape_by_size("8b"), CARDS["h200"]
-assert quantized.faults(shape, config, card) == [] and quantized.weight_gib(shape, config, card) > 0
+assert quantized.faults(shape, config) == [] and quantized.weight_gib(shape, config, card) > 0
 assert parse_arguments(["--run", "runs/x", "--format", name]).format == [name]
 weight = (torch.randn(64, 96) * 0.05).bfloat16()  # neither 128 nor 64 divides 96
 stored, value = read_back(FORMATS[name], weight)

@@ -238,6 +238,9 @@ def test_nvidia_smi_names_are_recognized(monkeypatch):
         ("NVIDIA H200", 140.4, "h200"),
         ("NVIDIA H100 80GB HBM3", 79.6, "h100-80g"),
         ("NVIDIA A100-SXM4-40GB", 40.0, "a100-40g"),
+        ("Tesla V100-SXM2-16GB", 16.0, "v100-16g"),
+        ("Tesla T4", 15.0, "t4"),
+        ("NVIDIA A40", 45.0, "a40"),
         ("NVIDIA A100-SXM4-80GB", 80.0, "a100-80g"),
         ("NVIDIA L40S", 45.0, "l40s"),
         ("NVIDIA L4", 22.5, "l4"),
@@ -246,7 +249,7 @@ def test_nvidia_smi_names_are_recognized(monkeypatch):
     ):
         assert recognize(name, gib).name == card
     unknown = recognize("NVIDIA Something New", 50.0)
-    assert (unknown.bf16_tflops, unknown.gib) == (None, 49.5)
+    assert (unknown.half_tflops, unknown.gib) == (None, 49.5)
     monkeypatch.setattr("shutil.which", lambda name: None)
     card, count = own_gpus()
     assert (card.name, count) == ("cpu", 0)
@@ -320,7 +323,7 @@ def test_a_full_card_is_told_to_sleep_first():
 def test_a_card_without_fp8_is_told_to_serve_bf16():
     layout = plan(EIGHT, "a100-80g:8")
     assert not layout.fits
-    assert "no FP8 arithmetic" in layout.faults[0]
+    assert "server.weights is fp8_per_channel, which vLLM refuses" in layout.faults[0]
     assert remedy(layout) == {"server.weights": "bf16"}
 
 

@@ -24,8 +24,8 @@ SMALL = Shape("small", 64, 160, 4, heads=4, kv_heads=2, head_dim=24, vocabulary=
 WEIGHTS = 64 * 96 + 2 * 64 * 48 + 96 * 64 + 3 * 64 * 160
 EDGES = (64 + 96) + 2 * (64 + 48) + (96 + 64) + 3 * (64 + 160)
 # Nothing takes time on them but arithmetic, or but moving bytes.
-SLOW = Card("slow", 1000, bf16_tflops=1e-6, gb_per_s=1e9)
-NARROW = Card("narrow", 1000, bf16_tflops=1e9, gb_per_s=1e-3)
+SLOW = Card("slow", 1000, half_tflops=1e-6, gb_per_s=1e9)
+NARROW = Card("narrow", 1000, half_tflops=1e9, gb_per_s=1e-3)
 
 
 def test_weights_are_those_of_the_matrices_norms_and_biases():

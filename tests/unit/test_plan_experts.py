@@ -207,7 +207,7 @@ def test_an_update_multiplies_a_token_with_its_experts_alone():
     dense = dataclasses.replace(MIXTURE, experts=None, intermediate=8 * 768)
     keys = {"train__beta": 0.0, "train__recompute": "none", "rollout__max_completion_length": 2048}
     made = config(**keys)
-    slow = dataclasses.replace(H200, bf16_tflops=1e-3, gb_per_s=1e9)
+    slow = dataclasses.replace(H200, half_tflops=1e-3, gb_per_s=1e9)
     one, other = (cost.update_seconds(shape, made, slow, 8) for shape in (MIXTURE, dense))
     assert one == pytest.approx(other, rel=1e-3)
     assert MIXTURE.active_weights == dense.linear_weights

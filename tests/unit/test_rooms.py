@@ -46,7 +46,6 @@ MADE_BY_RUNS = {"runs", "models"}
 # The libraries of a folder at module level; what its functions import beside them, by module.
 LIBRARIES = {"kit/core": {"yaml"}, "kit/plan": set()}
 IN_FUNCTIONS = {
-    "kit.core.formats": {"torch"},  # to look at the GPU
     "kit.core.checkpoint_files": {"safetensors"},
     "kit.core.chat": {"transformers", "jinja2"},  # whose dialect a chat template is written in
     "kit.plan.report": {"rich"},
@@ -353,7 +352,7 @@ def test_a_library_in_core_or_plan_is_found(tmp_path, file, text, said):
 
 def test_what_core_and_plan_may_import_is_not_reported(tmp_path):
     files = {
-        "kit/core/formats.py": "import yaml, json\ndef f():\n    import torch",
+        "kit/core/formats.py": "import yaml, json",
         "kit/plan/shapes.py": "from kit.core import formats\ndef f():\n    from transformers import AutoConfig",
         "kit/core/chat.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
         "kit/weights/nf4.py": "import torch",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from kit.core.cards import generation
 from kit.core.errors import BadInput
 from kit.policy.packed.span import Saved, Span, head_fault
 
@@ -52,8 +53,7 @@ def fault(head_dim: int) -> str | None:
     supported."""
     if (why := head_fault(head_dim, LARGEST_HEAD)) or not torch.cuda.is_available():
         return why
-    # Consumer Blackwell (12.x) has no kernels for concatenated sequences.
-    if torch.cuda.get_device_capability()[0] not in (9, 10, 11):
+    if not generation(torch.cuda.get_device_capability()).cudnn:
         return f"{torch.cuda.get_device_name()} is neither Hopper nor a Blackwell of the data centre, which it needs"
     try:
         import cudnn

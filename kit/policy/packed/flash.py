@@ -20,6 +20,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.nn.attention.flex_attention import BlockMask
 
+from kit.core.cards import generation
 from kit.core.errors import BadInput
 from kit.policy.packed import cudnn
 from kit.policy.packed.span import Backward, Forward, Saved, Span, head_fault
@@ -38,7 +39,7 @@ def fault(head_dim: int) -> str | None:
         return why
     if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
         return f"torch {torch.__version__} comes without its CUDA kernels"
-    if torch.cuda.get_device_capability() < (8, 0):
+    if not generation(torch.cuda.get_device_capability()).flash:
         return f"{torch.cuda.get_device_name()} is older than Ampere (compute capability 8.0), which its kernels need"
     return None
 
