@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from kit.core.errors import BadInput, CheckFailed, is_failed_torch_save
 from kit.core.run_directory import RunDir, checkpoint_step, read_manifest, settle, write_manifest
-from kit.train.record import drop_steps_after
+from kit.train.record import drop_steps_after, note_resume
 
 SAVE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
@@ -91,8 +91,10 @@ def saving_failed(run: RunDir, step: int, error: Exception, needed: int) -> Chec
 
 def rewind(run: RunDir, checkpoint: Path) -> int:
     """Remove what later steps wrote (metrics, ledger, adapters, completions) and return the checkpoint's step: the run
-    may diverge from here, and nothing may be logged twice or mistaken for its newest adapter."""
+    may diverge from here, and nothing may be logged twice or mistaken for its newest adapter. `resumes.jsonl` keeps
+    which steps and problems are sampled again."""
     step = checkpoint_step(checkpoint)
+    note_resume(run, step)
     for path in (run.metrics_file, run.ledger_file):
         drop_steps_after(path, step)
     for adapter in run.adapters.glob("v[0-9]*"):

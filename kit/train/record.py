@@ -3,6 +3,7 @@
 Only the main process writes. Every line is flushed, so `tail -f` and `launch.watch` see a step as soon as it ends.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -108,6 +109,18 @@ def drop_steps_after(path: Path, step: int) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(f"{line}\n" for line in kept))
     os.replace(temporary, path)
+
+
+def note_resume(run: RunDir, step: int) -> None:
+    """Append to `resumes.jsonl` that the run goes on behind `step`, with the ledger's later lines: problems that were
+    drawn before the run ended and that are sampled again."""
+    again = []
+    for line in run.ledger_file.read_text().splitlines() if run.ledger_file.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):  # truncated by a crash
+            entry = json.loads(line)
+            if entry["step"] > step and entry["problem_ids"]:
+                again.append({"step": entry["step"], "problem_ids": entry["problem_ids"]})
+    _append(run.resumes_file, {"time": time.time(), "step": step, "sampled_again": again})
 
 
 def add_counts(parts: Iterable[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:

@@ -19,7 +19,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,9 @@ class Drawn:
     is_truncated: list[bool]
     completions: list[list[dict]]
     rewards: torch.Tensor
+    versions: list[int] = field(default_factory=list)  # of the adapter that sampled each row
+    # The policy's log-probs of a replayed row (`replay.py`), None for a row of this step.
+    old_logps: list[list[float] | None] = field(default_factory=list)
 
     def row(self, index: int) -> dict[str, Any]:
         """A row as plain data, which another process can take."""
@@ -62,6 +65,7 @@ class Drawn:
             "prompt_ids": self.prompt_ids[index],
             "is_truncated": self.is_truncated[index],
             "completions": self.completions[index],
+            **({"versions": self.versions[index], "old_logps": self.old_logps[index]} if self.versions else {}),
             "token_ids": made.token_ids[index],
             "logps": made.logps and made.logps[index],
             "experts": made.experts and made.experts[index],
@@ -74,7 +78,7 @@ class Drawn:
         def changed(name: str, own: list | None) -> list | None:
             return own and [rows[index][name] if index in rows else value for index, value in enumerate(own)]
 
-        names = ("problem_ids", "prompts", "prompt_ids", "is_truncated", "completions")
+        names = ("problem_ids", "prompts", "prompt_ids", "is_truncated", "completions", "versions", "old_logps")
         of_made: dict[str, Any] = {name: changed(name, getattr(self.made, name)) for name in MADE}
         of_rows: dict[str, Any] = {name: changed(name, getattr(self, name)) for name in names}
         return replace(self, **of_rows, made=replace(self.made, **of_made), rewards=rewards)

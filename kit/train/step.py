@@ -5,7 +5,8 @@ accumulation step; transformers makes the update after the last backward, which 
 `train.micro_batch_tokens` a process gets all rows of its step at once; otherwise those of an accumulation step, which
 are one micro-batch.
 
-- Old log-probs come from the first forward over a batch, before the policy has moved, so no extra pass is needed.
+- Old log-probs come from the first forward over a batch, before the policy has moved, so no extra pass is needed. A
+  replayed row (`replay.py`) brings those of the step that sampled it, and is not compared with the sampler again.
 - The reference runs on the same packs as the policy, so a policy that has not moved has a KL of exactly 0. Otherwise
   Adam would turn the gradient of rounding errors into full-size steps.
 - The adapter's dropout is on in the forward for the loss and nowhere else (`adapter_dropout.py`).
@@ -31,6 +32,7 @@ from kit.train.loss import LossFigures, LossFunction, LossInputs, LossSettings, 
 from kit.train.mismatch import describe_fault, importance_ratio, measure, routing_figures
 from kit.train.own_loss import LossFailed
 from kit.train.record import keep_traceback
+from kit.train.replay import OLD as REPLAYED
 from kit.train.rows import keep_scores, loss_mask, padded_logps, take_rows, whole_rows
 from kit.train.trained_policy import TrainedPolicy
 from kit.train.trl_trainer import GRPOConfig
@@ -116,9 +118,13 @@ class PolicyStep:
         logps, entropies = self.score(model, rows)  # (b, C) each
         mask, sampler = loss_mask(rows), rows.get("sampling_per_token_logps")  # (b, C)
         if "old_per_token_logps" not in rows:
-            rows["old_per_token_logps"] = logps.detach()
+            old = logps.detach()
+            if (replayed := rows.get(REPLAYED)) is not None:  # NaN at what this step sampled
+                old = old.where(replayed.isnan(), replayed)
+            rows["old_per_token_logps"] = old
             if sampler is not None:
-                self.tally.compared.append((logps.detach(), sampler, mask))
+                fresh = mask if replayed is None else mask * replayed.isnan()
+                self.tally.compared.append((logps.detach(), sampler, fresh))
         inputs = LossInputs(
             logps=logps,
             entropies=entropies,

@@ -14,6 +14,8 @@ import copy
 import math
 import os
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -74,6 +76,8 @@ from kit.train.mismatch import ROUTING_KEYS
 from kit.train.own_loss import load_loss
 from kit.train.own_sampler import OwnSampler
 from kit.train.record import Recorder, add_counts, keep_traceback, unknown_so_far
+from kit.train.replay import KEYS as REPLAY_KEYS
+from kit.train.replay import Replay
 from kit.train.resampling import KEYS as RESAMPLE_KEYS
 from kit.train.resampling import Drawn, Resampler
 from kit.train.rows import loss_mask
@@ -280,6 +284,7 @@ class PolicyTrainer(GRPOTrainer):
 
     _buffered_inputs: list[dict] | None  # TRL's
     resampler: Resampler | None = None  # None without `rollout.resample_rounds`
+    replay: Replay | None = None  # None without `rollout.replay_steps`
     passes = 0  # whole passes over the data before this process started
     episodes: EpisodeSteps | None = None  # with an environment
 
@@ -338,6 +343,8 @@ class PolicyTrainer(GRPOTrainer):
         self._sampled: Sampled | None = None
         if config.rollout.resample_rounds:
             self.resampler = Resampler(config, self.accelerator, self.train_dataset)
+        if config.rollout.replay_steps:
+            self.replay = Replay(config.rollout.replay_steps, self.num_generations, self.accelerator)
 
     def _own_sampler(self, episodes: EpisodeRunner | None) -> OwnSampler:
         def generate(prompt_ids: list[list[int]], group: int, max_tokens: int) -> list[list[int]]:
@@ -400,6 +407,8 @@ class PolicyTrainer(GRPOTrainer):
         set_adapter_dtype(self.model, self.config.policy.adapter_dtype)
         if self.config.policy.quant_cfg is not None:
             restore_quantizers(self.model, resume_from_checkpoint)
+        if self.replay:
+            self.replay.read(Path(resume_from_checkpoint))
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> torch.utils.data.Sampler:
         sampler = super()._get_train_sampler(dataset)
@@ -419,6 +428,8 @@ class PolicyTrainer(GRPOTrainer):
         self.figures.begin()
         parts = self.args.steps_per_generation
         if self._step % (parts * self.num_iterations) == 0 or self._buffered_inputs is None:
+            if self.replay:
+                self.replay.keep(self._buffered_inputs)
             with turned_off(self.policy_step.dropouts):
                 batch = self.sample(rows)
             self._buffered_inputs = split_tensor_dict(shuffle_sequence_dict(batch), parts)
@@ -439,12 +450,16 @@ class PolicyTrainer(GRPOTrainer):
             self._measure_heldout()
         if self.resampler:
             drawn = self._resample(drawn)
+        if self.replay:
+            drawn = self._replay(drawn)
         log_pending(metrics, self._pending_metrics, accelerator)
         self._pending_extra_logs.clear()
 
         masked = drawn.is_truncated if self.mask_truncated_completions else []
         padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of, accelerator.device
         batch = row_tensors(drawn.prompt_ids, drawn.made, masked, *padding)
+        if self.replay:
+            self.replay.add_entries(batch, drawn)
         batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
         self.policy_step.add_reference(batch)
         kl = None
@@ -455,7 +470,7 @@ class PolicyTrainer(GRPOTrainer):
         self._sampled = Sampled(
             *(gather_object(drawn.problem_ids), gather_object(drawn.prompts), gather_object(drawn.completions)),
             [dict(zip(self.reward_func_names, row, strict=True)) for row in drawn.rewards.tolist()],
-            *(advantages.tolist(), gather_object([drawn.made.version] * len(rows))),
+            *(advantages.tolist(), gather_object(drawn.versions)),
             gather_object([recorded(one, self._tokenizer) for one in drawn.made.episodes or []] or [{}] * len(rows)),
         )
         return batch
@@ -479,7 +494,8 @@ class PolicyTrainer(GRPOTrainer):
         rewards = self._calculate_rewards(rows, prompts, completions, made.token_ids)  # (N, functions)
         if episodes is not None:
             self.episodes.close(episodes)
-        return Drawn(problem_ids, prompts, prompt_ids, made, self._truncated(made), completions, rewards)
+        drawn = Drawn(problem_ids, prompts, prompt_ids, made, self._truncated(made), completions, rewards)
+        return replace(drawn, versions=[made.version] * len(rows), old_logps=[None] * len(rows))
 
     @property
     def _are_summed(self) -> bool:
@@ -492,26 +508,36 @@ class PolicyTrainer(GRPOTrainer):
             rewards, weights = subtract_kl(rewards, weights, kl, self.config.train.beta)
         return group_advantages(rewards, weights, self.num_generations, self.scale_rewards, self._are_summed)[0]
 
+    def _has_signal(self, drawn: Drawn) -> list[bool]:
+        """Which groups of all processes teach something."""
+        learned = self._advantages(drawn.rewards) != 0
+        if self.mask_truncated_completions:
+            device = self.accelerator.device
+            learned &= ~self.accelerator.gather(torch.tensor(drawn.is_truncated, device=device))
+        return learned.view(-1, self.num_generations).any(dim=1).tolist()
+
+    def _write_ledger(self, *entry: Any, **more: Any) -> None:
+        if self.recorder:
+            self.recorder.ledger(*entry, **more)
+
     def _resample(self, first: Drawn) -> Drawn:
         """Replace groups without signal; the metrics of a step, except those of replacing, stay those of `first`."""
-        accelerator, figures, step = self.accelerator, self.figures, self.state.global_step + 1
-
-        def has_signal(drawn: Drawn) -> list[bool]:
-            learned = self._advantages(drawn.rewards) != 0
-            if self.mask_truncated_completions:
-                learned &= ~accelerator.gather(torch.tensor(drawn.is_truncated, device=accelerator.device))
-            return learned.view(-1, self.num_generations).any(dim=1).tolist()
-
-        def ledger(*entry: Any, **more: Any) -> None:
-            if self.recorder:
-                self.recorder.ledger(*entry, **more)
-
+        figures, step = self.figures, self.state.global_step + 1
         values = dict(figures.values)
-        drawn = self.resampler.run(step, first, self.draw, has_signal, ledger)
+        drawn = self.resampler.run(step, first, self.draw, self._has_signal, self._write_ledger)
         figures.values |= values | self.resampler.figures
         sampled, trained = self._tokens(drawn.prompt_ids, drawn.made)
         figures.values["dropped_tokens"] = int(figures.counts["completion_tokens"]) - sampled
         figures.counts["tokens"] = trained
+        return drawn
+
+    def _replay(self, drawn: Drawn) -> Drawn:
+        """Put kept groups of earlier steps in the places of those without signal."""
+        names = gather_object(drawn.problem_ids)[:: self.num_generations]
+        facts = self._has_signal(drawn), names, self._write_ledger
+        drawn = self.replay.fill(self.state.global_step + 1, drawn, *facts)
+        self.figures.values |= self.replay.figures
+        self.figures.counts["tokens"] = self._tokens(drawn.prompt_ids, drawn.made)[1]
         return drawn
 
     def _rollouts(self, rows: list[dict]) -> tuple[Rollouts, list[list[int]]]:
@@ -668,6 +694,7 @@ class PolicyTrainer(GRPOTrainer):
                     *ROUTING_KEYS,
                     *EPISODE_KEYS,
                     *RESAMPLE_KEYS,
+                    *REPLAY_KEYS,
                     "canary_delta",
                     "canary_k3",
                     "sync_seconds",
@@ -694,9 +721,14 @@ class PolicyTrainer(GRPOTrainer):
             self.accelerator.wait_for_everyone()
             policy = self.accelerator.unwrap_model(self.model)
             adapter = gather_adapter(policy) if self.policy.is_split else None
+            if self.replay:
+                self.replay.keep(self._buffered_inputs)
             if self.accelerator.is_main_process:
                 publish_adapter(policy, self.run.adapter_dir(step), step, self.policy.base_hash, adapter)
-                state = write_quantizer_state(policy, staging_directory(self.run) / f"checkpoint-{step}")
+                staged = staging_directory(self.run) / f"checkpoint-{step}"
+                state = write_quantizer_state(policy, staged)
+                if self.replay:
+                    self.replay.write(staged)
                 commit_checkpoint(self.run, step, self.policy.base_hash, **state)
                 rotate(self.run, self.config.train.keep_checkpoints)
         except SAVE_ERRORS as error:

@@ -113,6 +113,10 @@ def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
             f"rollout.resample_rounds is {config.rollout.resample_rounds}: main_ppo of verl 0.9 replaces no groups. "
             "Set it to 0."
         )
+    if config.rollout.replay_steps:
+        found.append(
+            f"rollout.replay_steps is {config.rollout.replay_steps}: verl 0.9 replays no groups. Set it to 0."
+        )
     if config.data.pass_rates is not None:
         found.append("data.pass_rates is set: the export writes all problems. Write those of choice to data.path.")
     if train.kl_in_reward:

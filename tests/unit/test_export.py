@@ -138,6 +138,7 @@ def test_an_adapter_on_routed_experts_is_refused_and_one_beside_them_is_not(tmp_
         (["--train.scale_rewards=batch"], {}, "Use group or none"),
         (["--train.loss_type=gspo"], {}, "train.loss_type is gspo with ratios of a sequence"),
         (["--train.loss_type=sapo"], {}, "train.loss_type is sapo"),
+        (["--rollout.replay_steps=2"], {}, "verl 0.9 replays no groups"),
         (["--rollout.resample_rounds=2"], {}, "main_ppo of verl 0.9 replaces no groups"),
         (["--data.pass_rates=rates.jsonl"], {}, "the export writes all problems"),
         (["--train.kl_in_reward=true"], {}, "the export knows the KL in the loss only"),

@@ -138,6 +138,9 @@ def test_a_file_that_is_none_is_refused_with_its_line(tmp_path, text, said):
             "rollout.resample_rounds is 2 and rollout.overlap true",
         ),
         ("rollout.resample_rounds=2 distill.teacher=base", "rollout.resample_rounds is 2 in a distillation"),
+        ("rollout.replay_steps=2 distill.teacher=base", "rollout.replay_steps is 2 in a distillation"),
+        ("rollout.replay_steps=2 environment.factory=a:b", "rollout.replay_steps is 2 with an environment"),
+        ("rollout.replay_steps=1 rollout.routing=replay", "rollout.replay_steps is 1 and rollout.routing replay"),
         ("rollout.resample_rounds=-1", "rollout.resample_rounds (-1) must be 0 or more"),
     ],
 )
@@ -153,6 +156,7 @@ def test_a_measurement_is_of_all_problems_and_of_nothing_else():
         "--data.min_pass_rate=0.5",
         "--data.order=easy_first",
         "--rollout.resample_rounds=2",
+        "--rollout.replay_steps=2",
     ]
     config = measuring(load_config(CONFIG, [*keys, "--watch.eval_every=5"]), Path("data/rates.jsonl"))
     check_config(config, 1)

@@ -128,12 +128,16 @@ def test_a_full_disk_while_a_step_is_written_is_a_check_that_failed(tmp_path, wh
 def test_rewinding_drops_later_steps_and_a_line_cut_by_a_crash(tmp_path, read_jsonl):
     run = RunDir(tmp_path)
     for path in (run.metrics_file, run.ledger_file):
-        path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"step": 6, "rew')
+        lines = ({"step": step, "problem_ids": [f"p{step}"]} for step in range(1, 6))
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 6, "rew')
     assert rewind(run, run.checkpoints / "step-000003") == 3
     for path in (run.metrics_file, run.ledger_file):
         assert [row["step"] for row in read_jsonl(path)] == [1, 2, 3]
         assert path.read_text().endswith("\n")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ledger.jsonl", "metrics.jsonl"]
+    (resume,) = read_jsonl(run.resumes_file)
+    assert resume["step"] == 3, "behind it are problems that are sampled again"
+    assert resume["sampled_again"] == [{"step": step, "problem_ids": [f"p{step}"]} for step in (4, 5)]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ledger.jsonl", "metrics.jsonl", "resumes.jsonl"]
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", '[1]\n"x"\nnull\n', '{"step": null}\n', '{"other": 1}\n', "\x00\x00"])

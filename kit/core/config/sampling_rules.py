@@ -1,11 +1,11 @@
-"""Settings that conflict with dynamic sampling or with measured pass rates. Imports no torch."""
+"""Settings that conflict with dynamic sampling, replay or measured pass rates. Imports no torch."""
 
 from kit.core.config.schema import Config
 
 
 def faults(config: Config) -> list[str]:
     """One sentence for each such setting."""
-    return [*_resampling(config), *_pass_rates(config)]
+    return [*_resampling(config), *_replay(config), *_pass_rates(config)]
 
 
 def _resampling(config: Config) -> list[str]:
@@ -29,6 +29,23 @@ def _resampling(config: Config) -> list[str]:
         found.append(
             f"rollout.resample_budget ({rollout.resample_budget}) is below rollout.group_size ({rollout.group_size}): "
             "no group fits. Raise it, or leave it out."
+        )
+    return found
+
+
+def _replay(config: Config) -> list[str]:
+    rollout, found = config.rollout, []
+    if not rollout.replay_steps:
+        return []
+    named = f"rollout.replay_steps is {rollout.replay_steps}"
+    if config.distill.is_given:
+        found.append(f"{named} in a distillation, which learns from every completion. Leave it out.")
+    if config.environment.is_given:
+        found.append(f"{named} with an environment, whose episodes no checkpoint holds. Set it to 0.")
+    if rollout.routing != "own":
+        found.append(
+            f"{named} and rollout.routing {rollout.routing}: no checkpoint holds the experts that the sampler took. "
+            "Set replay_steps to 0, or routing to own."
         )
     return found
 

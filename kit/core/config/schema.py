@@ -161,6 +161,12 @@ class RolloutConfig:
     resample_budget: int | None = _option(
         None, "completions per step that all rounds together may sample; null sets no limit", FROM_1
     )
+    replay_steps: int = _option(
+        0,
+        "groups that still have no signal give way to ones with signal, at most so many steps old, with their old "
+        "log-probs; 0 = off",
+        FROM_0,
+    )
     temperature: float = _option(1.0, "sampling temperature; log-probs are computed at the same temperature", ABOVE_0)
     top_p: float = _option(1.0, "nucleus sampling; below 1 the sampler is no longer the policy", SHARE)
     top_k: int = _option(0, "0 = off", FROM_0)

@@ -53,6 +53,7 @@ def faults(config: Config, processes: int) -> list[str]:
     unused = {
         "rollout.overlap": rollout.overlap,
         "rollout.resample_rounds": rollout.resample_rounds,
+        "rollout.replay_steps": rollout.replay_steps,
         "environment": config.environment.is_given,
         "train.loss": train.loss,
         "data.pass_rates": config.data.pass_rates,
