@@ -724,11 +724,11 @@ class PolicyTrainer(GRPOTrainer):
             if self.replay:
                 self.replay.keep(self._buffered_inputs)
             if self.accelerator.is_main_process:
-                publish_adapter(policy, self.run.adapter_dir(step), step, self.policy.base_hash, adapter)
                 staged = staging_directory(self.run) / f"checkpoint-{step}"
-                state = write_quantizer_state(policy, staged)
                 if self.replay:
                     self.replay.write(staged)
+                publish_adapter(policy, self.run.adapter_dir(step), step, self.policy.base_hash, adapter)
+                state = write_quantizer_state(policy, staged)
                 commit_checkpoint(self.run, step, self.policy.base_hash, **state)
                 rotate(self.run, self.config.train.keep_checkpoints)
         except SAVE_ERRORS as error:
