@@ -4,9 +4,10 @@
     python bench/dynamic_sampling.py --base models/tiny-base --seeds 5 --out dynamic --arm replay
 
 The quickstart's run (recipes/configs/grpo-tiny-nf4-cpu.yaml) with and without `rollout.resample_rounds`, or
-`rollout.replay_steps`, by the recipe's command line. For every seed both run at the same time, each on one core with one
-thread, so they share what else the machine does; with every second seed they change cores. Their clock is the sum of
-their steps' seconds without the held-out measurements, and they are compared up to the end of the one that ends first.
+`rollout.replay_steps`, by the recipe's command line. For every seed both run at the same time, each on one core with
+one thread, so they share what else the machine does; with every second seed they change cores. Their clock is the sum
+of their steps' seconds without the held-out measurements, and they are compared up to the end of the one that ends
+first.
 
 Prints, for each quarter of that time, the mean reward of the steps in it (of the problems that the data's order drew,
 before any group is replaced), held-out accuracy, and what was sampled for it; the difference has a 95 %
