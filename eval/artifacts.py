@@ -102,8 +102,12 @@ def unmerged(run: RunDir, formats: list[str]) -> list[tuple[str, str]]:
 def merge_missing(run: RunDir, missing: list[tuple[str, str]]) -> str:
     """The command line that makes the checkpoints that `unmerged` returned."""
     names = list(dict.fromkeys(name for _, name in missing))
-    one_is_there = any((run.merged / policy / name).exists() for policy in POLICIES for name in names)
-    return f"{merge_command(run, names)}{' --overwrite' if one_is_there else ''}"
+    return f"{merge_command(run, names)}{' --overwrite' if one_is_there(run, names) else ''}"
+
+
+def one_is_there(run: RunDir, formats: list[str]) -> bool:
+    """Whether a checkpoint of `formats`, whole or not, is in the run, so that merging has to overwrite it."""
+    return any((run.merged / policy / name).exists() for policy in POLICIES for name in formats)
 
 
 def eval_command(run: RunDir, formats: list[str] | None = None) -> str:

@@ -5,10 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from eval.tasks import TASKS
+from merge.options import add_run
 
 
-def command_parser(command: str, description: str, out: str, **settings: Any) -> argparse.ArgumentParser:
-    """A parser for `python -m eval <command>` with --run and --out; `out` is the help text of the latter."""
+def command_parser(
+    command: str, description: str, out: str, takes_adapter: bool = False, **settings: Any
+) -> argparse.ArgumentParser:
+    """A parser for `python -m eval <command>` with --run and --out; `out` is the help text of the latter.
+
+    With `takes_adapter`, an adapter that no run of this kit trained can be named instead of a run.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m eval {command}".rstrip(),
         description=description,
@@ -16,8 +22,12 @@ def command_parser(command: str, description: str, out: str, **settings: Any) ->
         allow_abbrev=False,
         **settings,
     )
-    parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
-    parser.add_argument("--out", type=Path, help=f"{out}; default: the run directory")
+    if takes_adapter:
+        add_run(parser)
+    else:
+        parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
+    named = ", which it names without --run" if takes_adapter else ""
+    parser.add_argument("--out", type=Path, help=f"{out}; default: the run directory{named}")
     return parser
 
 

@@ -33,6 +33,7 @@ from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import DONE, BadInput
 from kit.core.run_directory import RunDir, write_json
 from kit.data.problems import Problem, chat_messages
+from merge.imported import check_run_alone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,7 +95,7 @@ class Plan:
 
 
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = command_parser("", __doc__, "where eval.json, eval.md and eval.png go", epilog=EPILOG)
+    parser = command_parser("", __doc__, "where eval.json, eval.md and eval.png go", True, epilog=EPILOG)
     parser.add_argument("--formats", nargs="+", help="columns of the matrix; default eval.formats")
     parser.add_argument("--backend", choices=("transformers", "vllm", "server"), help="default eval.backend")
     parser.add_argument("--url", nargs="+", default=[], metavar="CELL=URL", help="servers, e.g. grpo/fp8=http://…")
@@ -105,7 +106,6 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
         "--reuse", action="store_true", help="keep cells that were measured before under identical conditions"
     )
     add_problem_options(parser)
-    parser.add_argument("--base", type=Path, help="the original checkpoint, if it is not where base.json says")
     add_configuration(parser)
     parser.add_argument("--dry_run", action="store_true", help="check everything, load no weights")
     return parser.parse_known_args(argv)
@@ -119,24 +119,38 @@ def evaluation_config(
     Returns the configuration, the data configuration that was trained on if that is another one (else None), and the
     folder for the results.
     """
+    config, training = asked_config(lambda keys: run_config(run, keys, arguments.config), arguments, overrides)
+    return config, training, run.path if arguments.task is None else run.path / f"eval-{arguments.task}"
+
+
+def keys_of(arguments: argparse.Namespace, overrides: list[str]) -> list[str]:
+    """The overrides of a command line, with its options that are keys of the configuration."""
     names = ("max_problems", "batch_size", "backend", "samples")
     flags = {f"eval.{name}": getattr(arguments, name, None) for name in names}
-    overrides = overrides + [f"--{key}={value}" for key, value in flags.items() if value is not None]
-    if arguments.allow_code_execution:
-        overrides.append("--reward.allow_code_execution=true")
-    config = run_config(run, overrides, arguments.config)
+    found = overrides + [f"--{key}={value}" for key, value in flags.items() if value is not None]
+    return [*found, "--reward.allow_code_execution=true"] if arguments.allow_code_execution else found
+
+
+def asked_config(
+    resolved: Callable[[list[str]], Config], arguments: argparse.Namespace, overrides: list[str]
+) -> tuple[Config, DataConfig | None]:
+    """The configuration to evaluate, and that of the training data if it is another one (else None).
+
+    `resolved` returns the run's configuration with overrides.
+    """
+    overrides = keys_of(arguments, overrides)
+    config = resolved(overrides)
     if config.eval.batch_size < 1 or config.eval.bootstrap_samples < 100:
         raise BadInput(
             f"eval.batch_size ({config.eval.batch_size}) must be at least 1 and eval.bootstrap_samples "
             f"({config.eval.bootstrap_samples}) at least 100."
         )
     if arguments.task is not None:
-        own = run_config(run, [], arguments.config)  # the training data has its own columns
-        other = task_config(own, arguments.task, arguments.data, overrides)
-        return other, own.data, run.path / f"eval-{arguments.task}"
+        own = resolved([])  # the training data has its own columns
+        return task_config(own, arguments.task, arguments.data, overrides), own.data
     if arguments.data is not None:
         raise BadInput(f"--data names the problems of a task: give --task, one of {', '.join(TASKS)}.")
-    return config, None, run.path
+    return config, None
 
 
 def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
@@ -219,6 +233,14 @@ def check_endpoints(plan: Plan) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Check, measure every cell, compare, write eval.json, eval.md and eval.png; return 0 if all was measured."""
     arguments, overrides = parse_arguments(argv)
+    is_imported = arguments.run is None
+    if is_imported:
+        from eval.adapter import prepare
+
+        if prepare(arguments, overrides) is None:
+            return DONE
+    else:
+        check_run_alone(arguments)
     plan = make_plan(arguments, overrides)
     print(
         f"eval {plan.run.path}: {len(plan.problems)} held-out problems, {{{', '.join(POLICIES)}}} "
@@ -240,6 +262,8 @@ def main(argv: list[str] | None = None) -> int:
     result = evaluate(plan, sys.argv[1:] if argv is None else argv)
     report.print_summary(result)
     print(f"written: {plan.out / 'eval.json'}, eval.md, eval.png; completions in {plan.out / 'eval'}", flush=True)
+    if is_imported and plan.task is None:
+        print(f"may it be deployed? python -m eval gate --run {plan.run.as_argument}", flush=True)
     return DONE
 
 

@@ -1,9 +1,10 @@
 """Merge a run's adapter into its dequantized base and write the requested formats; see README.md.
 
 `python -m merge base --config X.yaml` writes the dequantized base alone, for a rollout server; `python -m merge
-diagnose` measures what training did to the weights; `python -m merge card` rewrites the model cards after an
-evaluation; `python -m merge dequantize` converts a checkpoint that is stored quantized into a base in BF16; `python -m
-merge import` makes a run of an adapter that another program trained.
+diagnose` measures what training did to the weights; `python -m merge verify` compares existing checkpoints with the
+policy; `python -m merge card` rewrites the model cards after an evaluation; `python -m merge dequantize` converts a
+checkpoint that is stored quantized into a base in BF16; `python -m merge import` makes a run of an adapter that
+another program trained.
 """
 
 import argparse
@@ -13,14 +14,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kit.core.errors import CHECK_FAILED, DONE, BadInput, run_command
+from kit.core.errors import CHECK_FAILED, DONE, run_command
 from kit.core.formats import FORMATS
 from kit.core.run_directory import INTO
 from merge.bases import compare_bases
 from merge.card import add_hub_options, push_all, trained_by, write_card
 from merge.command import AWQ_PYTHON, POLICIES, Merge
 from merge.hub import check_access
-from merge.options import add_base_storage, base_parser, dequantize_parser, import_parser
+from merge.options import add_run, base_parser, dequantize_parser, import_parser, verify_parser
 from merge.tables import show_table
 
 
@@ -46,9 +47,7 @@ def at_least_one(text: str) -> int:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m merge", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--run", type=Path, help="run directory, e.g. runs/tiny; without it, --out is one to make of --adapter"
-    )
+    add_run(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--format", nargs="+", choices=FORMATS, help="formats to write; default: the one the run was trained for"
@@ -63,9 +62,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=INTO[0],
         help="the base to merge into: the dequantized one that was trained on (default), or the original weights",
     )
-    parser.add_argument("--adapter", type=Path, help="adapter directory; default: the run's newest whole one")
-    parser.add_argument("--base", type=Path, help="the original checkpoint, if it is not where base.json says")
-    add_base_storage(parser)
     parser.add_argument(
         "--out", type=Path, help="where <policy>/<format> goes; default: merged/, or merged-original/, in the run"
     )
@@ -131,16 +127,16 @@ def main(argv: list[str] | None = None) -> int:
         from merge.imported import main as imported
 
         return imported(argv[1:])
-    arguments = parse_arguments(argv)
-    if arguments.run is None:
-        from merge.imported import run_of
+    if argv[:1] == ["verify"]:
+        verify_parser().parse_args(argv[1:])
+        from merge.verify_command import main as verify
 
-        if (run := run_of(arguments)) is None:
-            return DONE
-        arguments.run = run.path
-        arguments.adapter = arguments.base = arguments.out = None
-    elif given := [f"--{name}" for name in ("base_storage", "prompts") if getattr(arguments, name) is not None]:
-        raise BadInput(f"{given[0]} is of an adapter without a run, and --run names one. Leave one of them out.")
+        return verify(argv[1:])
+    arguments = parse_arguments(argv)
+    from merge.imported import run_of
+
+    if run_of(arguments) is None:
+        return DONE
     if arguments.compare_bases:
         return compare_bases(arguments, argv)
     if arguments.push_to_hub:

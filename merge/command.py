@@ -2,12 +2,11 @@
 
 import argparse
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kit.core.chat import arguments_of, check_template
-from kit.core.errors import BadInput
+from kit.core.errors import BadInput, CheckFailed
 from kit.core.formats import FORMATS
 from kit.core.run_directory import INTO, RunDir, read_manifest
 from merge.trained import find_trained
@@ -231,7 +230,12 @@ class Merge:
         place, facts = self.place(policy, name), self.facts(policy)
 
         def verify(directory: Path) -> dict | None:
-            return None if self.batch is None else self._compared(policy, name, directory)
+            if self.batch is None:
+                return None
+            try:
+                return self.verifier().judge(policy, name, directory, self.into)
+            except CheckFailed as error:
+                raise CheckFailed(f"{error} It was not published.") from None
 
         if name == "bf16":
             return write_bf16(self.base, updates, place, verify, self.arguments.overwrite, **facts)
@@ -254,19 +258,3 @@ class Merge:
         return quantize_checkpoint(
             source, place, name, self.base, updates, verify, options.overwrite, options.force, **facts
         )
-
-    def _compared(self, policy: str, name: str, directory: Path) -> dict:
-        """Distance to the policy, for the manifest; `CheckFailed` if the checkpoint is not the policy."""
-        verifier, judged = self.verifier(), self.into == INTO[0]
-        # Merged into other weights than the policy's, the checkpoint is another model: its distance is recorded, not
-        # judged.
-        if name == "bf16":
-            found = verifier.check_bf16(policy, directory) if judged else verifier.compare(policy, directory, True)
-        elif self.is_own(name) and judged:
-            found = verifier.check_own(policy, directory)
-        else:
-            found = verifier.compare(policy, directory)
-        if self.trained is None:
-            return asdict(found)
-        to = "no quantizers" if name == "bf16" else f"quantizers of {self.trained.format.name}"
-        return {**asdict(found), "policy_with": to}

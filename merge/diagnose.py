@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kit.core.errors import DONE, BadInput
 from kit.core.formats import FORMATS
 from kit.core.run_directory import INTO, RunDir, read_manifest, write_json
+from merge.options import add_run
 
 if TYPE_CHECKING:
     import torch
@@ -32,15 +33,15 @@ PROGRESS_S = 20.0
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m merge diagnose", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--run", type=Path, required=True, help="run directory, e.g. runs/tiny")
+    add_run(parser)
     parser.add_argument("--formats", nargs="+", help="formats to measure; default: all that can be")
     parser.add_argument(
         "--into", choices=INTO, default=INTO[0], help="the base that the update is added to; default: dequantized NF4"
     )
-    parser.add_argument("--adapter", type=Path, help="adapter directory; default: the run's newest whole one")
-    parser.add_argument("--base", type=Path, help="the original checkpoint, if it is not where base.json says")
     parser.add_argument("--layers", metavar="REGEX", help="only layers whose name matches; default: all")
-    parser.add_argument("--out", type=Path, help="output folder; default: the run directory")
+    parser.add_argument(
+        "--out", type=Path, help="output folder; default: the run directory, which it names without --run"
+    )
     parser.add_argument("--tokens", action="store_true", help="KL and top-1 agreement of the merged checkpoints too")
     parser.add_argument("--skip_control", action="store_true", help="leave the shuffled update out: a third faster")
     return parser.parse_args(argv)
@@ -315,7 +316,11 @@ def write(result: dict, folder: Path, stem: str) -> None:
 
 def main(argv: list[str]) -> int:
     """Check, measure, write, print the table and the verdict."""
-    diagnosis = Diagnosis(parse_arguments(argv))
+    from merge.imported import run_of
+
+    arguments = parse_arguments(argv)
+    run_of(arguments)
+    diagnosis = Diagnosis(arguments)
     names = ", ".join(diagnosis.readers)
     print(
         f"{len(diagnosis.modules)} layers in {names} on {diagnosis.device}, adapter {diagnosis.adapter} into the "

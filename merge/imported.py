@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     if made.out.exists():
         raise BadInput(f"{made.out} exists already. Choose another --out, or remove it first.")
     print(made.describe(), flush=True)
-    if arguments.dry_run:
+    if made.dry_run:
         return DONE
     run = made.write()
     print(f"wrote {run.path}: base hash {run.base()['hash'][:12]}, adapter {run.adapter_dir(0)}")
@@ -56,29 +56,49 @@ def main(argv: list[str]) -> int:
     return DONE
 
 
-def run_of(arguments: argparse.Namespace) -> RunDir | None:
-    """The run directory of `python -m merge --adapter DIR --out runs/X` without --run: made now, or an earlier one of
-    the same adapter and base. None after a dry run that would make it."""
+def import_of(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> "Import":
+    """The checked import of a command that was given --adapter and --out instead of --run."""
     if arguments.adapter is None or arguments.out is None:
         raise BadInput(
             "--run is missing. For an adapter that no run of this kit trained, give --adapter DIR, and --out for the "
             "run directory to make of it, e.g. --out runs/theirs."
         )
     options = import_parser().parse_args(["--adapter", str(arguments.adapter), "--out", str(arguments.out)])
-    for name in ("base", "base_storage", "prompts", "dry_run"):
-        setattr(options, name, getattr(arguments, name))
-    made = Import(options, [])
-    if made.out.exists():
-        return made.existing()
-    print(made.describe(), flush=True)
-    return None if arguments.dry_run else made.write()
+    for name in ("base", "base_storage", "prompts", "config", "dry_run"):
+        setattr(options, name, getattr(arguments, name, None))  # merge has no --config, diagnose no --dry_run
+    return Import(options, list(overrides))
+
+
+def run_of(arguments: argparse.Namespace) -> RunDir | None:
+    """The run directory of a command on runs, such as `python -m merge`: the one of --run, else the one that --out
+    names, made now of --adapter or earlier of the same adapter and base. None after a dry run that would make it.
+
+    Options that mean something else for a run (--adapter, --base, --out) are cleared when they named the import.
+    """
+    if arguments.run is not None:
+        check_run_alone(arguments)
+        return RunDir.open(arguments.run)
+    made = import_of(arguments)
+    run = made.existing() if made.out.exists() else None
+    if run is None:
+        print(made.describe(), flush=True)
+        run = None if made.dry_run else made.write()
+    arguments.run = made.out
+    arguments.adapter = arguments.base = arguments.out = None
+    return run
+
+
+def check_run_alone(arguments: argparse.Namespace) -> None:
+    """Raise `BadInput` if --run comes with an option of an adapter that has no run yet."""
+    if given := [f"--{name}" for name in ("base_storage", "prompts") if getattr(arguments, name) is not None]:
+        raise BadInput(f"{given[0]} is of an adapter without a run, and --run names one. Leave one of them out.")
 
 
 class Import:
     """A checked command: the constructor refuses everything that can be refused before a tensor is read."""
 
     def __init__(self, options: argparse.Namespace, overrides: list[str]):
-        self.adapter, self.out = Path(options.adapter), Path(options.out)
+        self.adapter, self.out, self.dry_run = Path(options.adapter), Path(options.out), bool(options.dry_run)
         if not is_plain_adapter(self.adapter):
             raise BadInput(_no_plain_adapter(self.adapter))
         self.settings = read_plain(self.adapter)
@@ -97,7 +117,7 @@ class Import:
             "model": str(Path(model.source).resolve()) if model.path else model.source,
             "revision": model.revision or commit,
         }
-        self.place = find_checkpoint(model.source, commit or model.revision, weights=not options.dry_run)
+        self.place = find_checkpoint(model.source, commit or model.revision, weights=not self.dry_run)
         self.source: Any = None  # `Original`; None if a dry run has no weights
         if any(self.place.glob("*.safetensors")):
             self._check_fit()

@@ -1,4 +1,4 @@
-"""Options of `python -m merge base`, `… import` and `… dequantize`, without what does the work, which needs torch."""
+"""Options of the commands of `python -m merge`, without what does the work, which needs torch."""
 
 import argparse
 from pathlib import Path
@@ -38,6 +38,32 @@ def import_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", help="YAML of a run: its model, policy, data, reward and eval groups are used")
     parser.add_argument("--dry_run", action="store_true", help="check the input, say what would be written")
     return parser
+
+
+def verify_parser() -> argparse.ArgumentParser:
+    description = "Compare merged checkpoints with the policy, base plus adapter, whoever merged them."
+    parser = argparse.ArgumentParser(prog="python -m merge verify", description=description, allow_abbrev=False)
+    add_run(parser)
+    parser.add_argument(
+        "--checkpoint",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="checkpoints of the trained policy that another program merged; default: those in the run's merged/",
+    )
+    parser.add_argument("--out", type=Path, help="without --run: the run directory to make of --adapter")
+    return parser
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Options that name a run, or an adapter that no run of this kit trained."""
+    parser.add_argument(
+        "--run", type=Path, help="run directory, e.g. runs/tiny; without it, --out is one to make of --adapter"
+    )
+    parser.add_argument("--adapter", type=Path, help="adapter directory; default: the run's newest whole one")
+    parser.add_argument("--base", type=Path, help="the original checkpoint, if it is not where base.json says")
+    add_base_storage(parser)
 
 
 def add_base_storage(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from kit.core.chat import arguments_of, render, special_tokens
 from kit.core.checkpoint_files import quantization_of
 from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import RunDir, check_adapter_file, read_manifest
+from kit.core.run_directory import INTO, RunDir, check_adapter_file, read_manifest
 from kit.data.problems import prompt_of_row
 from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
 from kit.weights.attention import attention_of
@@ -424,7 +424,7 @@ class Verifier:
         self.batch = batch
         self.device = default_device()
         self.weights, self.dtype = base.dtype, scoring_dtype(self.device)
-        trained = find_trained(run, adapter)
+        self.trained = trained = find_trained(run, adapter)
         if trained is not None and _has_room(base, self.device):
             self.dtype = torch.float32
         model = load_policy(run, adapter, base.directory, self.device, self.dtype)
@@ -463,6 +463,24 @@ class Verifier:
         found = self.compare(policy, directory, weights=self.weights)
         return self._check(policy, found, OWN_KL_BOUND[self.dtype], OWN_KL_NOISE[self.dtype], plain=False)
 
+    def judge(self, policy: str, name: str, directory: Path, into: str = INTO[0]) -> dict:
+        """Distance of a checkpoint in the format `name` to the policy.
+
+        `CheckFailed` if it is in BF16, or in the format that the policy was trained for, and is not the policy. A
+        checkpoint that was merged into other weights than the policy's is another model: its distance is not judged.
+        """
+        judged = into == INTO[0]
+        if name == "bf16":
+            found = self.check_bf16(policy, directory) if judged else self.compare(policy, directory, True)
+        elif judged and self.trained is not None and self.trained.format.name == name:
+            found = self.check_own(policy, directory)
+        else:
+            found = self.compare(policy, directory)
+        if self.trained is None:
+            return asdict(found)
+        to = "no quantizers" if name == "bf16" else f"quantizers of {self.trained.format.name}"
+        return {**asdict(found), "policy_with": to}
+
     def _check(self, policy: str, found: Comparison, bound: float, noise: float, plain: bool) -> Comparison:
         if policy == "grpo":  # a small update must not hide under the bound: be closer to the policy than the base
             bound = min(bound, max(noise, 0.5 * self.update_kl(plain)))
@@ -470,7 +488,7 @@ class Verifier:
             raise CheckFailed(
                 f"the merged {policy} checkpoint is not the policy: mean KL(policy‖merged) {found.mean_kl:.2e} over "
                 f"{found.tokens} tokens, the bound is {bound:.2e}; max |Δlogp| {found.max_abs_dlogp:.3f}, top-1 "
-                f"agreement {found.top1_agreement:.3f}. It was not published."
+                f"agreement {found.top1_agreement:.3f}."
             )
         return found
 

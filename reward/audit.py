@@ -306,7 +306,7 @@ def left_out(trace: Trace) -> list[str]:
     if len(trace.late) < FEWEST_COMPLETIONS:
         missing.append(f"texts ({len(trace.late)} sampled completions; see watch.completions_every)")
     if trace.evaluation is None:
-        missing.append("held-out accuracy (no eval.json; python -m eval writes it)")
+        missing.append("held-out accuracy (no eval.json, which the evaluation writes)")
     return missing
 
 

@@ -6,8 +6,9 @@ Shared by the trainer's merge, the rollout server and the workers inside vLLM. N
 import math
 import re
 
-# Initializations that rewrite the base weight, so that B·A does not belong to the base loaded from disk.
-BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Initializations of peft 0.21 that leave the base weight as it is. Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA)
+# rewrite it, so that B·A does not belong to the base loaded from disk.
+PLAIN_INITS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
 # Other adapter features of peft 0.21, by the key of adapter_config.json that enables them.
 OTHER_KINDS = {
     "fan_in_fan_out": "the factors are transposed (Conv1D models)",
@@ -68,8 +69,11 @@ def reasons(config: dict, tied: bool = False) -> list[str]:
         if value and key not in UNDERSTOOD and key not in OTHER_KINDS
     ]
     init = str(config.get("init_lora_weights", True)).lower()
-    if init.startswith(BASE_CHANGING_INITS):
-        found.append(f"init_lora_weights={init} rewrites the base weights; train with the default initialization")
+    if init not in PLAIN_INITS:
+        found.append(
+            f"init_lora_weights={init} rewrites the base weights, or is unknown here; train with the default "
+            "initialization, or save the adapter converted to plain LoRA, as PiSSA's trainers offer"
+        )
     alphas = [config.get("lora_alpha"), *(config.get("alpha_pattern") or {}).values()]
     if odd := [alpha for alpha in alphas if isinstance(alpha, bool) or not isinstance(alpha, int | float)]:
         found.append(

@@ -50,13 +50,18 @@ def read_plain(directory: Path) -> dict:
         )
     if why := lora.reasons(config):
         raise BadInput(f"{directory} is not an adapter that this kit can use: {'; '.join(why)}.")
+    if beside := _weights_beside(directory):
+        raise BadInput(f"{directory} is not the whole of what was trained: {beside}.")
     if not (directory / WEIGHTS).is_file():
         if (directory / PICKLED).is_file():
             raise BadInput(
                 f"{directory} has its weights as {PICKLED}, a pickle, which can run any code when it is read. If you "
                 f"trust it, load it with peft and save it with save_pretrained, which writes {WEIGHTS}."
             )
-        raise BadInput(f"{directory} has {CONFIG} and no {WEIGHTS}: it is no whole adapter. Save it again.")
+        raise BadInput(
+            f"{directory} has {CONFIG} and no {WEIGHTS}: it is no whole adapter. Save it again; shards of FSDP have "
+            "to be merged by the program that wrote them."
+        )
     ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
     if odd := [rank for rank in ranks if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1]:
         raise BadInput(f"{directory / CONFIG}: r or rank_pattern holds {odd[0]!r}, and a rank is a number from 1 on.")
@@ -67,6 +72,15 @@ def read_plain(directory: Path) -> dict:
             "model, and only its language model is used here. Write the patterns from `layers` on."
         )
     return config
+
+
+def _weights_beside(directory: Path) -> str | None:
+    """Trained weights that a program keeps outside the adapter's own files; None if there are none."""
+    if (directory / "vit.safetensors").is_file():  # ms-swift's tuner_type lora_llm
+        return "vit.safetensors holds a vision tower that was trained in full, and only LoRA factors are merged"
+    if any((folder / "relora").is_dir() for folder in (directory, directory.parent)):  # axolotl's ReLoRA
+        return "relora holds the base after earlier merges of ReLoRA, on which these factors were trained"
+    return None
 
 
 def language_key(name: str) -> str:

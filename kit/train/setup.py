@@ -222,7 +222,7 @@ def load_data(config: Config, tokenizer: Any, processes: int, runner: Any = None
     if leaks := find_leaks(heldout, problems):
         say(
             f"WARNING: {len(leaks):,} of {len(heldout):,} held-out problems are training problems (the first: "
-            f"{leaks[0][0].source}, {leaks[0][1].source}). python -m eval will refuse them: remove them from one "
+            f"{leaks[0][0].source}, {leaks[0][1].source}). The evaluation will refuse them: remove them from one "
             "split, or name other problems with data.eval_split or data.eval_path."
         )
     needed = problems_a_step(config, processes)

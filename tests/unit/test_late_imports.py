@@ -12,7 +12,7 @@ LARGE = ("torch", "transformers", "trl", "peft", "datasets", "vllm", "bitsandbyt
 WORKERS = {"launch.export.schema", "launch.starting.leash", "launch.checks.steps", "merge.awq", "eval.vllm_worker"}
 WORKERS |= {"reward.worker", "reward.sandbox_child"}
 FURTHER = {
-    "merge": ["base", "dequantize", "diagnose", "card"],
+    "merge": ["base", "dequantize", "diagnose", "card", "import", "verify"],
     "eval": ["gate", "report", "endpoint", "lm_eval"],
     "reward": ["check", "attack", "audit"],
     "launch.export": ["verl"],

@@ -44,7 +44,7 @@ UNSLOTH = {
 
 
 def peft_adapter(
-    folder: Path, dtype: torch.dtype = torch.bfloat16, model: Path | None = None, **lora: Any
+    folder: Path, dtype: torch.dtype = torch.bfloat16, model: Path | None = None, update: float = 0.01, **lora: Any
 ) -> torch.nn.Module:
     """A random adapter of the tiny base, as peft saves it; returns peft's own merge, in float64."""
     base = AutoModelForCausalLM.from_pretrained(model or shared_model(tied=False), dtype=torch.bfloat16)
@@ -56,7 +56,7 @@ def peft_adapter(
             if "lora_" in name:
                 parameter.data = parameter.data.to(dtype)
             if "lora_B" in name:
-                parameter.normal_(0.0, 0.01)
+                parameter.normal_(0.0, update)
     wrapped.save_pretrained(folder)
     return wrapped.double().merge_and_unload()
 
@@ -83,6 +83,12 @@ def imported(adapter: Path, out: Path, *options: str) -> RunDir:
     return RunDir.open(out)
 
 
+# What get_peft_regex of unsloth_zoo 2026.10.9 returns for a Qwen3, with its vision layers left out.
+UNSLOTH_PARTS = "self_attn|attention|attn|mixer|mlp|feed_forward|ffn|dense|mixer"
+UNSLOTH_REGEX = (
+    rf"(?:.*?(?:language|text).*?(?:{UNSLOTH_PARTS}).*?\.(?:{'|'.join(LINEARS)}))"
+    rf"|(?:\bmodel\.layers\.[\d]{{1,}}(?!.*\.experts\.\d)\..*?(?:{UNSLOTH_PARTS}).*?\.(?:(?:{'|'.join(LINEARS)})))"
+)
 PATTERNS = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"down_proj": 40, r"layers\.0\.mlp\.up_proj": 3}}
 
 
@@ -97,8 +103,9 @@ PATTERNS = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"down_proj": 40, r"
         {"target_modules": r".*layers\.[01]\.(self_attn\.[qv]_proj|mlp\.down_proj)"},
         {"target_modules": "all-linear", "exclude_modules": ["k_proj"], "dtype": torch.float16},
         {"init_lora_weights": "gaussian", "dtype": torch.float32},
+        {"target_modules": UNSLOTH_REGEX},
     ],
-    ids=["plain", "rslora-patterns", "lm_head", "some-layers", "regex", "float16", "float32"],
+    ids=["plain", "rslora-patterns", "lm_head", "some-layers", "regex", "float16", "float32", "unsloth-regex"],
 )
 def test_a_merge_of_a_peft_adapter_is_pefts_own_to_rounding(tmp_path, lora):
     """peft's merge of a BF16 model rounds the update, and the sum again; in float64 it is exact."""
@@ -229,6 +236,7 @@ EMBEDDING = "base_model.model.model.embed_tokens.weight"
         ({"trainable_token_indices": [3]}, {}, "trainable_token_indices: trained rows"),
         ({"target_parameters": ["self_attn.q_proj.weight"]}, {}, "target_parameters names self_attn.q_proj.weight"),
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights=pissa rewrites the base"),
+        ({"init_lora_weights": "lora-ga"}, {}, "init_lora_weights=lora-ga rewrites the base"),  # ms-swift's spelling
         ({"peft_type": "IA3"}, {}, "peft_type is 'IA3'"),
         ({"new_kind": 3}, {}, r"new_kind \(3\): this version does not know"),
         ({"lora_alpha": 16.5}, {}, "lora_alpha is 16.5"),
@@ -245,6 +253,60 @@ def test_what_cannot_be_merged_is_refused_by_name_before_a_run_is_made(tmp_path,
     adapter = altered(theirs, tmp_path / "adapter", config, **tensors)
     with pytest.raises(BadInput, match=message):
         imported(adapter, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+AXOLOTL = {"use_rslora": True, "rank_pattern": {"q_proj": 4}, "lora_dropout": 0.05, "target_parameters": []}
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize(
+    ("lora", "beside"),
+    [
+        # lora_target_linear with rsLoRA and lora_rank_pattern; the base's config.json is saved beside the adapter
+        ({**AXOLOTL, "target_modules": [*LINEARS, "lm_head"]}, {"config.json": '{"model_type": "qwen3"}'}),
+        # the factors are trained and saved in float32
+        ({"modules_to_save": None, "dtype": torch.float32}, {"trainer_state.json": "{}"}),
+        ({"lora_alpha": 32, "dtype": torch.float32}, {"additional_config.json": '{"lora_dtype": "float32"}'}),
+    ],
+    ids=["axolotl-0.19", "llamafactory-0.9.5", "ms-swift-4.6"],
+)
+def test_what_axolotl_llamafactory_and_swift_write_merges_as_by_peft(tmp_path, lora, beside):
+    """The settings and files are those that their own code makes; the adapters were also written by that code once."""
+    expected = peft_adapter(tmp_path / "adapter", **lora).state_dict()
+    for name, text in beside.items():
+        (tmp_path / "adapter" / name).write_text(text)
+    options = ["--out", str(tmp_path / "run"), "--policy", "grpo", "--format", "bf16", "--skip_verify"]
+    assert main(["--adapter", str(tmp_path / "adapter"), *options]) == 0
+    for name, found in read_all(tmp_path / "run" / "merged" / "grpo" / "bf16").items():
+        assert_rounded_once(found, expected[name].numpy(), name)
+
+
+def test_what_was_trained_beside_the_adapter_is_refused_by_name(tmp_path, theirs):
+    """ms-swift's lora_llm trains the vision tower in full; ReLoRA of axolotl merges into the base as it trains; FSDP's
+    shards hold no whole adapter; names of compiled or wrapped modules are no layers of the base."""
+    vision = altered(theirs, tmp_path / "vision")
+    save_file({"model.visual.proj.weight": torch.zeros(2)}, vision / "vit.safetensors")
+    merging = altered(theirs, tmp_path / "checkpoint-500" / "adapter")
+    (merging.parent / "relora").mkdir()
+    shards = altered(theirs, tmp_path / "shards")
+    (shards / WEIGHTS).unlink()
+    (shards / "pytorch_model_fsdp_0").mkdir()
+    compiled = altered(theirs, tmp_path / "compiled")
+    named = {
+        key.replace(".model.model.", ".model._orig_mod.model."): one
+        for key, one in load_file(theirs / WEIGHTS).items()
+    }
+    save_file(named, compiled / WEIGHTS)
+    cases = {
+        vision: r"vit\.safetensors holds a vision tower",
+        merging: "relora holds the base after earlier merges",
+        shards: "shards of FSDP have to be merged",
+        compiled: r"names _orig_mod\.model\.layers.*, which the base",
+    }
+    for adapter, message in cases.items():
+        with pytest.raises(BadInput, match=message):
+            imported(adapter, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -301,6 +363,42 @@ def test_a_merge_without_a_run_makes_it_once_and_then_only_of_the_same_adapter_a
         main(["--format", "bf16"])
     with pytest.raises(BadInput, match="--base_storage is of an adapter without a run"):
         main(["--run", str(tmp_path / "run"), "--format", "bf16", "--base_storage", "nf4"])
+
+
+def test_a_checkpoint_that_another_program_merged_is_compared_with_the_policy(tmp_path, capsys):
+    """peft's own merge, rounded once, is the policy; the base alone is not; other vocabularies cannot be compared."""
+    model = peft_adapter(tmp_path / "adapter", update=0.05)
+    merged, base = tmp_path / "merged", shared_model(tied=False)
+    model.to(torch.bfloat16).save_pretrained(merged)
+    options = ["verify", "--adapter", str(tmp_path / "adapter"), "--out", str(tmp_path / "run"), "--checkpoint"]
+    assert main([*options, str(merged)]) == 0
+    assert main([*options, str(merged), str(base)]) == 1
+    said = capsys.readouterr().out
+    assert f"failed: {base}: the merged grpo checkpoint is not the policy" in said and f"failed: {merged}" not in said
+    model.resize_token_embeddings(322)
+    model.save_pretrained(tmp_path / "resized")
+    with pytest.raises(BadInput, match="has 322 tokens and the base 320"):
+        main([*options, str(tmp_path / "resized")])
+    with pytest.raises(BadInput, match="it is no checkpoint"):
+        main([*options, str(tmp_path / "adapter")])
+    own = ["verify", "--run", str(tmp_path / "run")]
+    with pytest.raises(BadInput, match=r"holds no merged checkpoint.*--format bf16; or name one"):
+        main(own)
+    assert main(["--run", str(tmp_path / "run"), "--format", "bf16", "fp8", "--skip_verify"]) == 0
+    capsys.readouterr()
+    assert main(own) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [row.split()[1:4:2] for row in rows] == [
+        *(["base", "bf16"], ["base", "fp8"], ["grpo", "bf16"], ["grpo", "fp8"])
+    ]
+
+
+def test_diagnose_takes_an_adapter_without_a_run(tmp_path, theirs):
+    out = tmp_path / "run"
+    options = ["diagnose", "--adapter", str(theirs), "--out", str(out), "--formats", "bf16", "nf4", "--skip_control"]
+    assert main(options) == 0
+    found = read_json(out / "diagnostics.json")
+    assert found["base_hash"] == RunDir(out).base()["hash"] and len(found["layers"]) == 14
 
 
 @pytest.mark.parametrize(
