@@ -3,8 +3,8 @@
 import argparse
 
 from eval.artifacts import check_formats, one_is_there, unmerged
+from eval.asked import asked_config, keys_of
 from eval.problems import held_out
-from eval.run import asked_config, keys_of
 from kit.core.config.load import resolve, to_dict
 from kit.core.run_directory import RunDir
 from merge.__main__ import main as merge

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from eval import report, stats
 from eval.artifacts import check_formats
+from eval.asked import evaluation_config
 from eval.backends import check_backend
 from eval.cells import meta_file, read_records, records_file, write_cell
 from eval.compare import decided_scores, points
@@ -27,7 +28,7 @@ from eval.options import add_configuration, add_problem_options, command_parser
 from eval.problems import held_out, problems_hash
 from eval.record import Record
 from eval.result import measurement
-from eval.run import answer_pool, ask_settings, evaluation_config, scored_cell, versions
+from eval.run import answer_pool, ask_settings, scored_cell, versions
 from eval.score import summarize
 from eval.server_backend import Endpoint, ask_server, parse_cells
 from eval.tasks import scoring_of

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from eval import artifacts, compare, report
 from eval.artifacts import POLICIES, Sources
+from eval.asked import evaluation_config
 from eval.backends import Answers, Asking, ask_transformers, check_backend
 from eval.cells import Cell, read_cell, write_cell
 from eval.episodes import Episodes, close_all, episodes_of
@@ -23,13 +24,13 @@ from eval.naming import trained_name
 from eval.options import add_configuration, add_problem_options, command_parser
 from eval.power import minimum_detectable_effect
 from eval.problems import held_out, problems_hash
-from eval.result import measurement, run_config
+from eval.result import measurement
 from eval.score import MATH, Scoring, score, summarize
 from eval.stats import ALPHA
-from eval.tasks import TASKS, scoring_of, task_config
+from eval.tasks import scoring_of
 from eval.vllm_backend import ask_vllm
 from kit.core.config.base_rules import CALLED
-from kit.core.config.schema import Config, DataConfig
+from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput
 from kit.core.run_directory import RunDir, write_json
 from kit.data.problems import Problem, chat_messages
@@ -109,48 +110,6 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     add_configuration(parser)
     parser.add_argument("--dry_run", action="store_true", help="check everything, load no weights")
     return parser.parse_known_args(argv)
-
-
-def evaluation_config(
-    run: RunDir, arguments: argparse.Namespace, overrides: list[str]
-) -> tuple[Config, DataConfig | None, Path]:
-    """What a command line asks to be evaluated.
-
-    Returns the configuration, the data configuration that was trained on if that is another one (else None), and the
-    folder for the results.
-    """
-    config, training = asked_config(lambda keys: run_config(run, keys, arguments.config), arguments, overrides)
-    return config, training, run.path if arguments.task is None else run.path / f"eval-{arguments.task}"
-
-
-def keys_of(arguments: argparse.Namespace, overrides: list[str]) -> list[str]:
-    """The overrides of a command line, with its options that are keys of the configuration."""
-    names = ("max_problems", "batch_size", "backend", "samples")
-    flags = {f"eval.{name}": getattr(arguments, name, None) for name in names}
-    found = overrides + [f"--{key}={value}" for key, value in flags.items() if value is not None]
-    return [*found, "--reward.allow_code_execution=true"] if arguments.allow_code_execution else found
-
-
-def asked_config(
-    resolved: Callable[[list[str]], Config], arguments: argparse.Namespace, overrides: list[str]
-) -> tuple[Config, DataConfig | None]:
-    """The configuration to evaluate, and that of the training data if it is another one (else None).
-
-    `resolved` returns the run's configuration with overrides.
-    """
-    overrides = keys_of(arguments, overrides)
-    config = resolved(overrides)
-    if config.eval.batch_size < 1 or config.eval.bootstrap_samples < 100:
-        raise BadInput(
-            f"eval.batch_size ({config.eval.batch_size}) must be at least 1 and eval.bootstrap_samples "
-            f"({config.eval.bootstrap_samples}) at least 100."
-        )
-    if arguments.task is not None:
-        own = resolved([])  # the training data has its own columns
-        return task_config(own, arguments.task, arguments.data, overrides), own.data
-    if arguments.data is not None:
-        raise BadInput(f"--data names the problems of a task: give --task, one of {', '.join(TASKS)}.")
-    return config, None
 
 
 def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:

@@ -408,7 +408,8 @@ def test_another_task_is_still_checked_against_what_the_run_was_trained_on(tmp_p
 
 
 def test_columns_named_for_a_task_are_not_those_of_the_training_problems(tmp_path):
-    from eval.run import evaluation_config, parse_arguments
+    from eval.asked import evaluation_config
+    from eval.run import parse_arguments
 
     train = write(tmp_path, "train.jsonl", [{"question": "Tom has 12 eggs; how many?", "answer": "12"}])
     other = write(tmp_path, "task.jsonl", [{"asked": "Tom has 12 eggs; how many?", "right": "12"}])
