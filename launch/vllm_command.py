@@ -286,7 +286,7 @@ def _options(config: Config, vllm: Installed) -> Options:
     server, rollout = config.server, config.rollout
     options: Options = {
         # vLLM's FP8 computes only in 16 bits; a float32 trainer then differs more, which the canary shows.
-        "dtype": config.model.dtype if server.weights == "bf16" else "bfloat16",
+        "dtype": "bfloat16" if config.model.dtype == "float32" and server.weights != "bf16" else config.model.dtype,
         # One more than the longest sequence: vLLM scores a sequence only if one more token could follow.
         "max_model_len": rollout.max_prompt_length + rollout.max_completion_length + 1,
         "max_num_seqs": server.max_num_seqs,

@@ -65,10 +65,11 @@ def main(argv: list[str]) -> int:
         print(f"would write {out}: {source} as {STORED[kind]}, {sizes(plan)}; it does not exist yet")
         return DONE
     place = find_checkpoint(source, revision)
-    info = export(_open(config, place), out, origin, commit)
+    opened = _open(config, place)
+    info, held = export(opened, out, origin, commit), "FP16" if config.model.dtype == "float16" else "BF16"
     facts = info["quantization"]
     made_on = f" as quantized on a {facts['device']}" if facts["type"] == "nf4" else ""
-    print(f"wrote {out}: {source} as {STORED[facts['type']]} in BF16, base hash {info['hash'][:12]}{made_on}")
+    print(f"wrote {out}: {source} as {STORED[facts['type']]} in {held}, base hash {info['hash'][:12]}{made_on}")
     return DONE
 
 
@@ -108,7 +109,7 @@ def export(source: Original, out: Path, origin: dict, commit: str | None) -> dic
         check_space(out, source.plan)  # after `publish` has removed what a killed process left behind
         print(f"writing {out}: {sizes(source.plan)}", flush=True)
         info = write_base(source, partial, **origin)
-        write_config(source.directory, partial, None)
+        write_config(source.directory, partial, None, str(source.written).removeprefix("torch."))
         write_json(partial / "base.json", info)
         made_from = source_facts(source.directory, commit, files)
         facts = {"policy": "base", "base_hash": info["hash"], "adapter_version": None, "adapter_hash": None}

@@ -256,14 +256,14 @@ def write_folded(base: BaseCheckpoint, updates: dict[str, Factors], directory: P
     return retained.share()
 
 
-def write_config(source: Path, directory: Path, quantization: dict | None) -> None:
-    """Copy `source`'s config.json (dtype BF16, `quantization` as its only quantization_config) and its companions."""
+def write_config(source: Path, directory: Path, quantization: dict | None, dtype: str = "bfloat16") -> None:
+    """Copy `source`'s config.json (`dtype`, and `quantization` as its only quantization_config) and its companions."""
     config = read_json(source / "config.json")
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)
-    config["dtype"] = "bfloat16"
+    config["dtype"] = dtype
     if "dtype" in config.get("text_config", {}):
-        config["text_config"]["dtype"] = "bfloat16"
+        config["text_config"]["dtype"] = dtype
     if quantization is not None:
         config["quantization_config"] = quantization
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

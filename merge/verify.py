@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from kit.core.cards import generation
 from kit.core.chat import arguments_of, render, special_tokens
 from kit.core.checkpoint_files import quantization_of
 from kit.core.config.schema import DataConfig
@@ -46,8 +47,9 @@ MAX_LOGPROBS = 1 << 28  # log-probs held at once for a policy: 1 GiB in float32
 # The bound is that of the dtype that the policy was trained in, whatever the comparison computes in: a pretrained
 # model of 135 M parameters trained in BF16 is 1.3e-3 to 6.3e-3 from its rounded merge, computed in float32
 # (bench/README.md).
-KL_NOISE = {torch.float32: 5e-4, torch.bfloat16: 5e-3}
-BF16_KL_BOUND = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
+# Float16 has bfloat16's bounds: its merge is rounded to BF16 as well.
+KL_NOISE = {torch.float32: 5e-4, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+BF16_KL_BOUND = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 # The same for a checkpoint in the format that the policy was trained for, against the policy with its quantizers. Both
 # compute with the same numbers: 0 in float32 (bench/CPU.md). In BF16, readers round activations with other arithmetic.
 OWN_KL_NOISE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
@@ -78,8 +80,10 @@ def read_tokenizer(directory: Path) -> Any:
 
 
 def scoring_dtype(device: torch.device | str) -> torch.dtype:
-    """float32 on a CPU, bfloat16 on a GPU."""
-    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    """float32 on a CPU, bfloat16 on a GPU, float16 on one without it."""
+    if torch.device(device).type == "cpu":
+        return torch.float32
+    return getattr(torch, generation(torch.cuda.get_device_capability(device)).dtypes[0])
 
 
 def load_for_scoring(

@@ -1,7 +1,7 @@
 """The adapter file sent to the replicas: one file, written in one go.
 
 A checkpoint's adapter (`kit.policy.load.publish_adapter`) is float32, hashed and synced to disk; this one lives for
-one step. It holds the values that the trainer's forward computes with, bfloat16 unless the model computes in float32.
+one step. It holds the values that the trainer's forward computes with, in model.dtype.
 """
 
 import copy
@@ -19,7 +19,7 @@ from kit.rollout.protocol import CONFIG, CONFIG_TEXT, INPUT_PEAKS, QUANT_CFG, WE
 if TYPE_CHECKING:
     import torch
 
-SAFETENSORS_NAMES = {"torch.bfloat16": "BF16", "torch.float32": "F32"}
+SAFETENSORS_NAMES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 
 
 class AdapterFile:

@@ -7,22 +7,28 @@ import torch
 from transformers import TrainerCallback
 
 from kit.core.errors import CheckFailed
+from kit.train.loss_scale import LOWEST, LossScale
 
 
 class FiniteGradients(TrainerCallback):
-    """Stops the run before a non-finite gradient reaches the adapter.
+    """Stops the run before a non-finite gradient reaches the adapter; with a loss scale, once the scale cannot fall
+    any further, since its scaler skips the update.
 
     `keep_step` saves the rows that caused it and returns a sentence with their path.
     """
 
-    def __init__(self, keep_step: Callable[[], str]):
-        self.keep_step = keep_step
+    def __init__(self, keep_step: Callable[[], str], scale: LossScale | None = None):
+        self.keep_step, self.scale = keep_step, scale
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
-        if gradients and not torch.isfinite(torch.stack(torch._foreach_norm(gradients))).all():
+        overflowed = bool(gradients and not torch.isfinite(torch.stack(torch._foreach_norm(gradients))).all())
+        if self.scale is not None:
+            self.scale.note(state.global_step + 1, overflowed)
+        if overflowed and (self.scale is None or self.scale.is_lowest):
+            lowest = "" if self.scale is None else f", at the lowest loss scale ({LOWEST:g}) too"
             raise CheckFailed(
-                f"step {state.global_step + 1}: the gradient is not finite. The adapter was not updated. "
+                f"step {state.global_step + 1}: the gradient is not finite{lowest}. The adapter was not updated. "
                 f"{self.keep_step()} Continue with --resume; if it happens again, start another run from the "
                 "newest adapter (policy.init_adapter) with a lower train.learning_rate."
             )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.core import formats
 from kit.core.cards import generation
+from kit.core.config import float16_rules
 from kit.core.config.base_rules import describe_base
 from kit.core.config.card_rules import format_fault
 from kit.core.config.checks import check_config, is_main_process, uses_deepspeed, world_size
@@ -92,6 +93,8 @@ def check_model(config: Config, dry_run: bool = False) -> Any:
     from kit.policy.packed.packing import check_packing
 
     model_config = check_base(config)
+    if fault := float16_rules.model_fault(config, model_config.model_type):
+        raise BadInput(fault)
     resolve_attention(config, model_config)
     check_context(config, model_config)
     check_packing(config, model_config)

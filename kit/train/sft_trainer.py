@@ -28,6 +28,7 @@ from kit.policy.adapter_dropout import turned_off
 from kit.rollout.policy_view import Rollouts
 from kit.train.data_order import skip_passes
 from kit.train.loss import LossFunction
+from kit.train.loss_scale import KEYS as SCALE_KEYS
 from kit.train.rows import loss_mask, take_rows
 from kit.train.sampling import row_tensors
 from kit.train.step import PolicyStep, StepTally
@@ -44,7 +45,7 @@ SHARED: tuple[str, ...] = (
     "update_tokens_per_s",
     "seconds",
 )
-SHARED += ("peak_gib",)
+SHARED += ("peak_gib", *SCALE_KEYS)
 
 
 def sft_arguments(config: Config, run: RunDir, processes: int) -> Any:

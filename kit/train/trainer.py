@@ -71,6 +71,8 @@ from kit.train.group_rewards import give_groups, take_rewards
 from kit.train.head_tiles import use_host_tiles
 from kit.train.heldout import HeldOut
 from kit.train.loss import LossFunction, LossSettings
+from kit.train.loss_scale import KEYS as SCALE_KEYS
+from kit.train.loss_scale import LossScale, use_float16
 from kit.train.mismatch import KEYS as MISMATCH
 from kit.train.mismatch import ROUTING_KEYS
 from kit.train.own_loss import load_loss
@@ -146,6 +148,7 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
         "reward_weights": config.reward.weights,
         "chat_template_kwargs": config.data.chat_template_kwargs or None,
         "bf16": config.model.dtype == "bfloat16",
+        "fp16": config.model.dtype == "float16",
         # Without this, transformers refuses bf16 without a GPU, and a dry run could not check such a recipe.
         "use_cpu": not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true",
         "save_strategy": "steps",
@@ -165,15 +168,7 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
     }
     if rollout.correction != "none":
         ours["vllm_importance_sampling_mode"] = rollout.correction
-    # Left at its default, such a key may also be a field of train.trl.
-    if train.delta is not None:
-        ours["delta"] = train.delta
-    if train.ratio_level != "token":
-        ours["importance_sampling_level"] = train.ratio_level
-    if train.entropy_coef:
-        ours["entropy_coef"] = train.entropy_coef
-    if config.data.order != "shuffled":
-        ours["shuffle_dataset"] = False
+    ours |= _keys_off_their_default(config)
     if ours["use_cpu"]:
         # With several processes accelerate 1.15 names the device cpu:0, to which torch loads no optimizer.
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
@@ -192,6 +187,20 @@ def trainer_arguments(config: Config, run: RunDir) -> GRPOConfig:
             "--num_processes."
         )
     return arguments
+
+
+def _keys_off_their_default(config: Config) -> dict[str, Any]:
+    """TRL's fields for keys of the kit that, left at their default, may also be fields of `train.trl`."""
+    train, found = config.train, dict[str, Any]()
+    if train.delta is not None:
+        found["delta"] = train.delta
+    if train.ratio_level != "token":
+        found["importance_sampling_level"] = train.ratio_level
+    if train.entropy_coef:
+        found["entropy_coef"] = train.entropy_coef
+    if config.data.order != "shuffled":
+        found["shuffle_dataset"] = False
+    return found
 
 
 def loss_settings(arguments: GRPOConfig, config: Config) -> LossSettings:
@@ -329,13 +338,15 @@ class PolicyTrainer(GRPOTrainer):
         use_kernels(self.model, config)
         use_recompute(self.model, config)
         self.remove_callback(PrinterCallback)
-        self.add_callback(FiniteGradients(self.keep_step))
-        self.add_callback(FiniteAdapter())
         self.recorder = Recorder(run, config) if self.accelerator.is_main_process else None
+        self.figures = StepFigures(self.accelerator.device)
+        say = self.recorder.say if self.recorder else None
+        scaler = self.accelerator.scaler
+        self.add_callback(FiniteGradients(self.keep_step, scaler and LossScale(scaler, self.figures, say)))
+        self.add_callback(FiniteAdapter())
         if episodes is not None:
             self.episodes = EpisodeSteps(episodes, config)
         self.sampler: Sampler = rollout or self._own_sampler(episodes)
-        self.figures = StepFigures(self.accelerator.device)
         self.policy_step = self._make_step(loss)
         self._lookahead = Lookahead()
         self._unknown: dict[str, dict[str, int]] = {}  # by reward function and reason
@@ -345,6 +356,10 @@ class PolicyTrainer(GRPOTrainer):
             self.resampler = Resampler(config, self.accelerator, self.train_dataset)
         if config.rollout.replay_steps:
             self.replay = Replay(config.rollout.replay_steps, self.num_generations, self.accelerator)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        use_float16(self.accelerator)
 
     def _own_sampler(self, episodes: EpisodeRunner | None) -> OwnSampler:
         def generate(prompt_ids: list[list[int]], group: int, max_tokens: int) -> list[list[int]]:
@@ -662,10 +677,13 @@ class PolicyTrainer(GRPOTrainer):
                 trackers = self.config.watch.report_to, self.callback_handler.callbacks
                 send_completions(*trackers, record["step"], rows)
         # DeepSpeed hides the gradients, so there FiniteGradients sees none and this check is the first.
-        if bad := [key for key in ("loss", "grad_norm") if not math.isfinite(record[key] or 0.0)]:
+        # A gradient that overflowed at its loss scale was not used; the loss is not scaled where it is logged.
+        checked = ("loss",) if record.get("update_skipped") else ("loss", "grad_norm")
+        if bad := [key for key in checked if not math.isfinite(record[key] or 0.0)]:
+            half = " In float16 activations above 65,504 overflow: use bfloat16 or float32." if self.args.fp16 else ""
             raise CheckFailed(
                 f"step {record['step']}: {' and '.join(bad)} not finite. This step's adapter is not saved. Start "
-                "another run from the newest adapter (policy.init_adapter) with a lower train.learning_rate."
+                f"another run from the newest adapter (policy.init_adapter) with a lower train.learning_rate.{half}"
             )
 
     def _record(self, logs: dict, step: int) -> dict:
@@ -695,6 +713,7 @@ class PolicyTrainer(GRPOTrainer):
                     *EPISODE_KEYS,
                     *RESAMPLE_KEYS,
                     *REPLAY_KEYS,
+                    *SCALE_KEYS,
                     "canary_delta",
                     "canary_k3",
                     "sync_seconds",

@@ -103,6 +103,8 @@ class Original:
     ):
         self.directory = Path(directory)
         self.dtype: torch.dtype = getattr(torch, dtype)
+        # Of the written files. Weights that a trainer dequantizes to float16 are no BF16 numbers.
+        self.written = torch.float16 if self.dtype == torch.float16 else torch.bfloat16
         self.double_quantization = double_quantization
         self.device = device
         config = unquantized_config(self.directory)
@@ -236,18 +238,18 @@ def _write_tensor(
     value, stored = source.read(name), source.stored[name]
     if name not in source.plan.quantized or source.plan.quantization == "none":
         job = pool.submit(hash_tensor, value)
-        weights.write(stored, value.to(torch.bfloat16))
+        weights.write(stored, value.to(source.written))
         return job.result(), None
     if source.plan.quantization == "fp8":
         codes, scale = fp8.quantize_weight(value)
         job = pool.submit(hash_fp8, codes, scale, value.dtype)
-        weights.write(stored, fp8.dequantize_with(codes, scale, value.dtype).to(torch.bfloat16))
+        weights.write(stored, fp8.dequantize_with(codes, scale, value.dtype).to(source.written))
         return job.result(), None
     packed, state = quantize_weight(value, source.double_quantization, None)
     del value  # only its NF4 form is needed from here
     job = pool.submit(hash_quantized, packed, state)
     absmax = block_maxima(state)
-    weights.write(stored, dequantize_with(packed, absmax, state.shape, state.dtype).to(torch.bfloat16))
+    weights.write(stored, dequantize_with(packed, absmax, state.shape, state.dtype).to(source.written))
     copy.write(f"{name}.packed", packed.reshape(-1))
     copy.write(f"{name}.absmax", absmax)
     return job.result(), state
@@ -264,7 +266,7 @@ def _open_pair(
     for name in source.plan.quantized.intersection(names) if source.plan.quantization == "nf4" else ():
         packed, blocks = copy_sizes(shapes[name])
         copied |= {f"{name}.packed": (torch.uint8, (packed,)), f"{name}.absmax": (torch.float32, (blocks,))}
-    kinds = {source.stored[name]: (torch.bfloat16, shapes[name]) for name in names}
+    kinds = {source.stored[name]: (source.written, shapes[name]) for name in names}
     kinds |= stored_kinds(source.directory, {name: source.carried[name] for name in carried})
     weights = TensorFile(directory / file, kinds, {"format": "pt"})
     facts = {"block_size": str(BLOCK_SIZE), "dtype": str(source.dtype).removeprefix("torch.")}

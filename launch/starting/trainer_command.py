@@ -15,6 +15,7 @@ from kit.core.errors import BadInput
 from kit.plan.placement import Placement
 from launch.vllm_command import ROOT, visible_gpus
 
+MIXED_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 CPU, ONE_GPU, DDP = (f"accelerate_configs/{name}.yaml" for name in ("cpu", "one_gpu", "ddp"))
 
 
@@ -114,8 +115,9 @@ def trainer_command(
     words += ["--num_processes", str(processes)]
     if not launcher.is_cpu:
         words += ["--gpu_ids", "all"]  # all of CUDA_VISIBLE_DEVICES, which one_gpu.yaml would override
-        if config.model.dtype == "float32" and launcher.mixed_precision != "no":
-            words += ["--mixed_precision", "no"]
+        mixed = MIXED_PRECISION[config.model.dtype]
+        if config.model.dtype != "bfloat16" and launcher.mixed_precision != mixed:
+            words += ["--mixed_precision", mixed]
     words += [in_checkout(recipe_of(config)), "--config", config_path, *overrides]
     if placement.servers and all(gpu.isdigit() for gpu in placement.servers):
         # The recipe's memory checks see only the trainer's CUDA_VISIBLE_DEVICES.

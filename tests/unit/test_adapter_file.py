@@ -17,7 +17,7 @@ def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace(".default", ""): one.detach() for name, one in model.named_parameters() if "lora_" in name}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_gathered", [True, False])
 def test_every_version_holds_the_factors_as_they_were_when_it_was_written(tmp_path, dtype, is_gathered):
     model, gathered, file = small_model(rank=3), None, None

@@ -1,11 +1,13 @@
 """Checks of several keys at once, and of the directory a run may write to."""
 
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from kit.core.config import optimizer_rules
+from kit.core.config import float16_rules, optimizer_rules
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config, to_dict
 from kit.core.config.run_checks import FREE_ON_RESUME, check_run_directory
@@ -480,5 +482,44 @@ def test_a_float32_model_is_not_silently_computed_in_bfloat16(monkeypatch):
     check_config(configuration(model__dtype="float32"), 1)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     check_config(configuration(model__dtype="bfloat16"), 1)
-    with pytest.raises(BadInput, match="--mixed_precision no"):
-        check_config(configuration(model__dtype="float32"), 1)
+    for mixed in ("bf16", "fp16"):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mixed)
+        with pytest.raises(BadInput, match="--mixed_precision no"):
+            check_config(configuration(model__dtype="float32"), 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"policy__adapter_dtype": "bfloat16"}, "policy.adapter_dtype is bfloat16 .* Set it to float32"),
+        ({"policy__quant_cfg": "w4a16"}, "formats are defined on BF16 weights"),
+        ({"policy__compute": "fp8"}, "policy.compute is fp8 .* Set it to fused"),
+        ({"policy__quantization": "fp8"}, "policy.quantization is fp8 .* Set it to nf4 or none"),
+        ({"policy__kernels": "liger"}, "policy.kernels is liger .* Set it to torch"),
+        ({"policy__compute": "fused", "policy__quantization": "none"}, None),
+        ({}, None),
+    ],
+)
+def test_what_float16_does_not_go_with_is_refused_by_name(keys, complaint):
+    if complaint is None:
+        check_config(configuration(model__dtype="float16", **keys), 1)
+        return
+    with pytest.raises(BadInput, match=complaint):
+        check_config(configuration(model__dtype="float16", **keys), 1)
+    check_config(configuration(model__dtype="bfloat16", **keys), 1)
+
+
+def test_float16_under_deepspeed_or_fsdp_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(BadInput, match=r"model\.dtype is float16 under DeepSpeed"):
+        check_config(configuration(model__dtype="float16"), 1)
+
+
+def test_models_that_overflow_in_float16_are_those_of_vllm_and_are_refused():
+    text = Path(find_spec("vllm").origin).with_name("config").joinpath("model.py").read_text()
+    table = text.partition("_FLOAT16_NOT_SUPPORTED_MODELS = {")[2].partition("}")[0]
+    assert tuple(re.findall(r'"(\w+)": "', table)) == float16_rules.OVERFLOWING
+    config = configuration(model__dtype="float16")
+    assert "the model is a gemma2, whose activations exceed" in float16_rules.model_fault(config, "gemma2")
+    assert float16_rules.model_fault(config, "qwen3") == ""
+    assert float16_rules.model_fault(configuration(model__dtype="bfloat16"), "gemma2") == ""

@@ -7,6 +7,7 @@ import torch
 
 from kit.core.errors import CheckFailed
 from kit.train.finite import FiniteAdapter, FiniteGradients, spoiled
+from kit.train.loss_scale import LossScale
 
 STATE = SimpleNamespace(global_step=4)
 VALUES = [float("nan"), float("inf"), float("-inf")]
@@ -37,6 +38,22 @@ def test_one_entry_of_any_gradient_that_is_not_finite_keeps_the_step_and_stops_t
     with pytest.raises(CheckFailed, match=r"^step 5: the gradient is not finite.* Its rows are in X\. Continue with"):
         look(callback, "on_pre_optimizer_step", model)
     assert kept == [True]
+
+
+def test_an_overflow_at_a_loss_scale_stops_the_run_once_the_scale_cannot_fall(model):
+    scaler, figures, said = torch.amp.GradScaler("cpu", init_scale=4.0), SimpleNamespace(values={}), []
+    callback = FiniteGradients(lambda: "Kept.", LossScale(scaler, figures, said.append))
+    look(callback, "on_pre_optimizer_step", model)
+    assert figures.values == {"loss_scale": 4.0, "update_skipped": 0} and not said
+    model[1].grad[0, 0] = torch.inf
+    for scale in (4.0, 2.0):
+        scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
+        look(callback, "on_pre_optimizer_step", model)
+        assert figures.values == {"loss_scale": scale, "update_skipped": 1}
+    assert len(said) == 2 and said[1].startswith("step 5: the gradient overflowed float16 at a loss scale of 2.")
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 1.0})
+    with pytest.raises(CheckFailed, match=r"the gradient is not finite, at the lowest loss scale \(1\) too.* Kept\."):
+        look(callback, "on_pre_optimizer_step", model)
 
 
 def test_an_adapter_that_part_of_a_step_left_without_gradient_is_looked_at(model):

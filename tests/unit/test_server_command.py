@@ -91,6 +91,9 @@ def test_a_default_start_serves_fp8_by_remerge_with_the_kits_routes():
             *(["--lora-target-modules down_proj q_proj --logprobs-mode"], []),
         ),
         ({"model": {"dtype": "float32"}, "server": {"weights": "bf16"}}, ["--dtype float32"], []),
+        ({"model": {"dtype": "float32"}}, ["--dtype bfloat16"], []),
+        ({"model": {"dtype": "float16"}, "server": {"weights": "bf16"}}, ["--dtype float16"], ["--quantization"]),
+        ({"model": {"dtype": "float16"}}, ["--dtype float16", "fp8_per_channel"], []),
         (
             {"server": {"vllm": {"max_num_batched_tokens": 8192, "async_scheduling": True, "enable_x": False}}},
             *(["--max-num-batched-tokens 8192", "--async-scheduling", "--no-enable-x"], ["True"]),

@@ -29,7 +29,7 @@ NAN, INF = math.nan, math.inf
 
 class Accelerator:
     num_processes, process_index, is_main_process = 1, 0, True
-    device = torch.device("cpu")
+    device, scaler = torch.device("cpu"), None
 
     def reduce(self, tensor, how):
         return {"sum": tensor * self.num_processes, "mean": tensor}[how]

@@ -9,6 +9,7 @@ from kit.core.config import (
     base_rules,
     distill_rules,
     environment_rules,
+    float16_rules,
     format_rules,
     loss_rules,
     optimizer_rules,
@@ -56,6 +57,7 @@ def check_config(config: Config, processes: int) -> None:
         *recompute_rules.faults(config, sharding_rules.announced()),
         *_parallelism(config),
         *base_rules.faults(config, sharding_rules.announced()),
+        *float16_rules.faults(config, sharding_rules.announced() or ("DeepSpeed" if uses_deepspeed() else None)),
         *_compute(config),
         *_micro_batches(config),
         *environment_rules.faults(config, sharding_rules.announced()),
@@ -220,10 +222,12 @@ def _lists(config: Config) -> list[str]:
 
 
 def _parallelism(config: Config) -> list[str]:
-    if config.model.dtype == "float32" and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":
+    dtypes = {"bf16": "bfloat16", "fp16": "float16"}
+    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if config.model.dtype == "float32" and mixed in dtypes:
         return [
-            "model.dtype is float32 and the accelerate config says mixed_precision: bf16, which would compute in "
-            "bfloat16. Set model.dtype to bfloat16, or pass --mixed_precision no to accelerate launch."
+            f"model.dtype is float32 and the accelerate config says mixed_precision: {mixed}, which would compute in "
+            f"{dtypes[mixed]}. Set model.dtype to {dtypes[mixed]}, or pass --mixed_precision no to accelerate launch."
         ]
     return sharding_rules.faults(config)
 
@@ -244,9 +248,7 @@ def _micro_batches(config: Config) -> list[str]:
                 "reads it. Set train.micro_batch_tokens, or leave train.packed_attention out."
             )
         return found
-    # In float16, autocast casts the inputs of attention.
-    is_half = config.train.trl.get("fp16") or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
-    if kernels == "cudnn" and config.model.dtype == "float32" and not is_half:
+    if kernels == "cudnn" and config.model.dtype == "float32":
         found.append(
             "train.packed_attention is cudnn and model.dtype is float32, which cuDNN's kernels do not support. Set "
             "model.dtype to bfloat16, or train.packed_attention to flex."

@@ -77,7 +77,10 @@ class ModelConfig:
     id: str = _option(help="hub id of the 16-bit base model, e.g. Qwen/Qwen3-8B")
     path: str | None = _option(None, "local directory of the base model; overrides id")
     revision: str | None = _option(None, "hub revision (branch, tag or commit)")
-    dtype: Literal["bfloat16", "float32"] = _option("bfloat16", "dtype of activations and of dequantized weights")
+    dtype: Literal["bfloat16", "float16", "float32"] = _option(
+        "bfloat16",
+        "dtype of activations and of dequantized weights; float16, with loss scaling, for GPUs without BF16",
+    )
     attn_implementation: str = _option(
         "auto", "attention kernel of transformers: eager, sdpa, flash_attention_2, …; auto: sdpa, eager without it"
     )

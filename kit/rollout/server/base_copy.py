@@ -56,12 +56,14 @@ def read(directory: Path, kind: str, linears: list[Any], place: Callable[[Any], 
     shards = checkpoint_shards(directory).items()
     files = {language_name(stored): (directory / file, stored) for file, names in shards for stored in names}
     stored = json.loads((directory / "base.json").read_text())["quantized"]
+    dtype = torch.bfloat16
     for linear in linears:
         packed, scales = [], []
         for part in linear.parts:
             if part.name not in stored:
                 raise ValueError(f"{part.name} is not in it: the base is another model's")
             weight = read_tensor(*files[f"{part.name}.weight"])
+            dtype = weight.dtype
             weight = weight[part.first_out : part.first_out + part.rows]
             columns = slice(part.first_in, part.first_in + linear.columns)
             if kind == "fp8":
@@ -71,7 +73,7 @@ def read(directory: Path, kind: str, linears: list[Any], place: Callable[[Any], 
             packed.append(weight[:, columns])
         linear.packed = place(torch.cat(packed))
         linear.absmax = place(torch.cat(scales)) if scales else None
-    return torch.bfloat16
+    return dtype
 
 
 def dequantize(packed: Any, scale: Any, dtype: Any) -> Any:
