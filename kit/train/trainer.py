@@ -680,7 +680,8 @@ class PolicyTrainer(GRPOTrainer):
         # A gradient that overflowed at its loss scale was not used; the loss is not scaled where it is logged.
         checked = ("loss",) if record.get("update_skipped") else ("loss", "grad_norm")
         if bad := [key for key in checked if not math.isfinite(record[key] or 0.0)]:
-            half = " In float16 activations above 65,504 overflow: use bfloat16 or float32." if self.args.fp16 else ""
+            is_half = self.config.model.dtype == "float16"
+            half = " In float16 activations above 65,504 overflow: use bfloat16 or float32." if is_half else ""
             raise CheckFailed(
                 f"step {record['step']}: {' and '.join(bad)} not finite. This step's adapter is not saved. Start "
                 f"another run from the newest adapter (policy.init_adapter) with a lower train.learning_rate.{half}"
