@@ -35,12 +35,14 @@ from kit.core.errors import DONE, BadInput, CheckFailed, command_parser, run_com
 from kit.core.health import alerts
 from kit.core.metrics_log import MetricsLog, mean, series
 from kit.core.run_directory import RunDir, base_directory
+from kit.core.run_state import record_failure
 from kit.plan.layout import fits
 from kit.plan.placement import Placement, place
 from kit.rollout.protocol import Info
 from launch.replicas import Replicas, Running, Stopped, read_end
 from launch.server import check_answer
 from launch.starting.jobs import Job, JobFailed, kill_trees, leash
+from launch.starting.stall import StallWatch, StoodStill
 from launch.starting.trainer_command import (
     Command,
     Launcher,
@@ -268,6 +270,7 @@ class Up:
     def __post_init__(self) -> None:
         self.servers = Replicas([], look=self.look)
         self.signals = Signals(self.pids)
+        self.stall = StallWatch(self.start.run, self.start.config.launch.stall_s)
         plain = Console(highlight=False, force_terminal=False)
         self.view = View(self.start.run, self.statuses, plain if self.checks_only else Console(highlight=False))
 
@@ -345,13 +348,22 @@ class Up:
                     self.view.say(f"{name}: asked to end")
 
     def wait(self, job: Job) -> int:
-        """Wait for a job and return its exit code; `Stopped` on a signal, `CheckFailed` if a server ends first."""
+        """Wait for a job and return its exit code; `Stopped` on a signal, `CheckFailed` if a server ends first or the
+        job stands still."""
         while (code := job.ended()) is None:
             try:
                 self.servers.check_alive()
             except CheckFailed as failed:
                 self.view.say(str(failed).partition(". ")[0])
                 raise
+            try:
+                self.stall.check(job.name, job.process.pid)
+            except StoodStill as failed:
+                kill_trees([job.process.pid])  # asking a stopped process to end would only take longer
+                job.process.wait()
+                if job.name == "trainer":
+                    record_failure(self.start.run, str(failed))
+                raise CheckFailed(f"{failed} Its log is {job.log}. {what_is_left(self.start)}") from None
             time.sleep(POLL_S)
         self.view.update(at_once=True)
         if code != DONE:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kit.core.errors import BadInput, did_you_mean
+from kit.core.progress import beat
 from reward.answer import message_text
 from reward.pool import Verdict
 from reward.score import Budget, Messages, Pool, Prompts, Rewards
@@ -196,6 +197,7 @@ async def _reply(
         except (httpx.HTTPError, OSError):
             reason = "no connection"
             continue
+        beat()
         if response.status_code == 200:
             return _content(response)
         reason = f"HTTP {response.status_code}"

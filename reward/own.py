@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.core.errors import BadInput, CheckFailed, KitError
+from kit.core.progress import beat
 
 # Arguments that a run passes to every reward by name; TRL adds `trainer_state`, `log_extra` and `log_metric`.
 COLUMNS = ("prompts", "completions", "gold", "problem_id", "completion_ids")
@@ -46,6 +47,7 @@ async def awaited(name: str, function: Callable[..., Awaitable], arguments: dict
     """
     task = asyncio.ensure_future(function(**arguments))
     done, _ = await asyncio.wait({task}, timeout=limit_s)
+    beat()
     if not done:
         task.cancel()
         return None

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kit.core.errors import BadInput, CheckFailed
+from kit.core.progress import beat
 
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT_S = 120.0  # the server imports sympy first; on a loaded machine that takes seconds
@@ -235,6 +236,7 @@ class WorkerPool:
                 self._replace(worker, "timeout", decided)
 
     def _book(self, worker: _Worker, reply: dict | None, decided: dict) -> None:
+        beat()
         if reply is None:
             self._replace(worker, "crash", decided)
         elif "reason" in reply:

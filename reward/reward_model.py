@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kit.core.chat import question_messages
 from kit.core.errors import BadInput, CheckFailed
+from kit.core.progress import beat
 from reward.pool import Verdict
 from reward.score import Budget, Message, Messages, Pool, Prompts, Rewards
 
@@ -63,6 +64,7 @@ def reward_model(
     padding = loaded.model.config.get_text_config().pad_token_id
     size = 1 if padding is None else batch_size
     for start_ in range(0, len(order), size):
+        beat()
         batch = order[start_ : start_ + size]
         width = max(len(rows[index]) for index in batch)
         ids = torch.full((len(batch), width), padding or 0)  # (b, W), padded on the right

@@ -148,6 +148,11 @@ def _describe(error: BaseException) -> str:
     return text.strip()[:LONGEST_ERROR]
 
 
+def record_failure(run: RunDir, error: str) -> None:
+    """Leave `end.json` for a trainer that cannot do so itself any more."""
+    _record_end(run, FAILED, error[:LONGEST_ERROR])
+
+
 def _record_end(run: RunDir, how: str, error: str) -> None:
     with contextlib.suppress(OSError):  # a full disk is often what ended it
         write_json(run.path / END, asdict(End(how, error, time.time())))

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kit.core.errors import CheckFailed, KitError
+from kit.core.progress import beat
 from kit.rollout.replica import CONTINUE, Replica, ReplicaError, Sample, silences
 
 RETRY_AFTER_S = 1.0  # delay before retrying on the same replica; another one is tried at once
@@ -228,6 +229,7 @@ class Requests:
 
     def _answered(self, key: str, outcome: Any) -> None:
         """Use the outcome of an attempt, samples or error."""
+        beat()
         attempt = self._running.pop(key, None)
         if attempt is None:
             self._dispatcher.late_answers += 1

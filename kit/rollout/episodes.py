@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput, CheckFailed
+from kit.core.progress import beat
 from kit.environments.episode import Environment, Episode, Message, UnknownEpisode
 from kit.environments.event_loop import EventLoop
 from kit.environments.tools import in_thread
@@ -232,6 +233,7 @@ class EpisodeRunner:
                 raise
             raise UnknownEpisode("episode_timeout") from None
         finally:
+            beat()
             result.environment_s += time.monotonic() - started
 
 

@@ -26,8 +26,9 @@ from kit.core.config.shared_gpu import describe_split, split_fault
 from kit.core.errors import BadInput, CheckFailed, Interrupted
 from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat
+from kit.core.progress import end_with_launcher, steps, watched
 from kit.core.run_directory import RunDir, write_json
-from kit.core.run_state import drop_replaced, trains_in
+from kit.core.run_state import drop_replaced, record_failure, trains_in
 
 if TYPE_CHECKING:
     from kit.train.trainer import PolicyTrainer
@@ -361,9 +362,19 @@ def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
     from kit.policy.gpu_memory import limit_gpu_memory, use_expandable_segments
     from kit.policy.liger import check_gpu
 
-    with trains_in(run) if PartialState().is_main_process else contextlib.nullcontext():
+    state = PartialState()
+
+    def on_stall(reason: str) -> None:
+        if state.is_main_process:
+            record_failure(run, reason)
+
+    end_with_launcher()
+    with (
+        trains_in(run) if state.is_main_process else contextlib.nullcontext(),
+        watched(run, state.process_index, config.launch.stall_s, on_stall),
+    ):
         if run.replaces:  # no process may look for a base.json before the old one is moved aside
-            PartialState().wait_for_everyone()
+            state.wait_for_everyone()
         record_config(config, run, processes)
         use_expandable_segments()
         check_gpu(config)
@@ -556,7 +567,8 @@ def training(trainer: "PolicyTrainer", facts: dict, note: str = "") -> Iterator[
 
     began = time.perf_counter()
     try:
-        yield
+        with steps():
+            yield
     except torch.OutOfMemoryError as error:
         raise out_of_memory(trainer.config, trainer.state.global_step + 1, error) from error
     except KeyboardInterrupt as error:

@@ -30,6 +30,7 @@ from kit.core.config.card_rules import trainer_faults
 from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
+from kit.core.progress import beat
 from kit.core.run_directory import RunDir, checkpoint_step
 from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
 from kit.policy.adapter_dropout import turned_off
@@ -328,6 +329,7 @@ class PolicyTrainer(GRPOTrainer):
         if config.policy.reference == "init_adapter":
             self.policy.keep_start()
         use_adapted_experts(self.model)
+        self.model.get_input_embeddings().register_forward_pre_hook(lambda *_: beat())
         if config.rollout.routing != "own":
             use_routing(self.model)
         if config.policy.compute != "plain":

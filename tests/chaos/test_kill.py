@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from kit.core.progress import state_of
 from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_state import trainer_pid
 from tests import processes
 
 COMPARED = ("reward", "loss", "kl", "grad_norm", "entropy", "reward_std", "truncated_fraction", "completion_length")
@@ -37,12 +39,16 @@ def damage_newer(run: RunDir) -> None:
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory, launch, recipe, recipe_arguments, learning_model_dir):
-    """(run, its metrics when it was killed, output of the resumed run): a process of its own, killed in step 4."""
+    """(run, its metrics when it was killed, output of the resumed run): in step 4 `accelerate launch` is killed, and the
+    trainer must not go on alone."""
     run = RunDir(tmp_path_factory.mktemp("killed") / "run")
     arguments = recipe_arguments(learning_model_dir, run.path)
     process = launch(arguments)
     wait_for(run.ledger_file, 4, process)
-    os.killpg(process.pid, signal.SIGKILL)
+    trainer = trainer_pid(run)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    processes.wait_until(lambda: not state_of(trainer))
     process.communicate()
     before = run.metrics_file.read_text()
     damage_newer(run)

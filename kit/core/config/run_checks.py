@@ -15,7 +15,7 @@ from kit.core.run_state import END, LOCK, REPLACED, describe_overwrite, last_end
 STARTED_BY_UP = ("check", "base", "trainer")  # each has a log of this name
 # A resumed run may change these and no others: they decide how the run executes, not what is learned.
 FREE_ON_RESUME = (
-    *("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "eval"),
+    *("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "launch", "eval"),
     *("rollout.server_urls", "rollout.request_timeout_s", "rollout.server_wait_s", "rollout.max_sampler_k3"),
     *("rollout.sync", "rollout.transport", "rollout.retries", "rollout.max_in_flight", "rollout.canary_prompts"),
     *("rollout.max_canary_delta", "rollout.keep_weights", "server", "train.max_gpu_gib", "train.gpus"),

@@ -471,6 +471,13 @@ class WatchConfig:
 
 
 @dataclass(kw_only=True)
+class LaunchConfig:
+    stall_s: float = _option(
+        900.0, "seconds without progress (no token, no answer, no micro-batch) that end the run; 0 = never", FROM_0
+    )
+
+
+@dataclass(kw_only=True)
 class GateConfig:
     format: Literal[tuple(FORMATS)] = _option(
         "fp8", "the format that would be deployed; with policy.quant_cfg by default its own"
@@ -523,6 +530,7 @@ class Config:
     distill: DistillConfig
     sft: SftConfig
     watch: WatchConfig
+    launch: LaunchConfig
     eval: EvalConfig
 
 

@@ -1,0 +1,114 @@
+"""A job of `launch.up` that stands still: found from outside, for what a process cannot find itself.
+
+A trainer writes its progress every second (`kit/core/progress.py`) and ends itself when it makes none. One that is
+stopped, swapped out or stuck with the interpreter's lock cannot: its line gets old. Before a trainer's first line and
+after its last, and for the other jobs, progress is processor time of the job's processes.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from kit.core.errors import CheckFailed
+from kit.core.progress import Line, describe_state, read_lines, stacks_file
+from kit.core.run_directory import RunDir
+
+LOOK_S = 2.0
+GRACE_S = 10.0  # beyond `launch.stall_s`: a process that can end itself knows more
+STACKS_S = 1.0  # for a process to write its stacks
+
+
+class StoodStill(CheckFailed):
+    """The job made no progress for `launch.stall_s`."""
+
+
+@dataclass
+class StallWatch:
+    """Watches the process tree of one job at a time; `stall_s` 0 watches nothing."""
+
+    run: RunDir
+    stall_s: float
+    _job: int = 0
+    _seen: float = 0.0  # processor time of the tree
+    _since: float = field(default_factory=time.monotonic)  # when that changed
+    _looked: float = 0.0
+
+    def check(self, name: str, pid: int) -> None:
+        """Raise `StoodStill` if the job `name`, whose first process is `pid`, has made no progress for too long."""
+        now = time.monotonic()
+        if not self.stall_s or now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        tree = _tree(pid)
+        own = {process.pid for process in tree}
+        lines = [line for line in read_lines(self.run) if line.pid in own]
+        used = _processor_s(tree)
+        if pid != self._job or used != self._seen or lines:
+            self._job, self._seen, self._since = pid, used, now
+        worst, still_s = None, now - self._since
+        if lines:
+            worst = min(lines, key=_progress)
+            still_s = time.time() - _progress(worst)
+        if still_s > self.stall_s + GRACE_S:
+            raise StoodStill(self._describe(name, tree, lines, worst, still_s))
+
+    def _describe(
+        self, name: str, tree: list[psutil.Process], lines: list[Line], worst: Line | None, still_s: float
+    ) -> str:
+        ranks = {line.pid: f", rank {line.rank}" for line in lines}
+        told = [
+            f"process {process.pid}{ranks.get(process.pid, '')} ({_words(process)}) {state}"
+            for process in tree
+            if (state := describe_state(process.pid))
+        ]
+        if not told and worst is not None:
+            told = [f"process {worst.pid}, rank {worst.rank}, is the one that is the furthest behind"]
+        if not told:
+            told = [f"processes {', '.join(str(process.pid) for process in tree)} use no processor time"]
+        stacks = _ask_for_stacks(self.run, lines)
+        more = f" Stacks: {', '.join(map(str, stacks))}." if stacks else ""
+        return f"{name}: no progress for {still_s:.0f} s (launch.stall_s {self.stall_s:g}): {'; '.join(told)}.{more}"
+
+
+def _progress(line: Line) -> float:
+    """When a process last made progress, in wall-clock seconds; outside of its steps, when it last ran."""
+    return line.beat if line.trains else line.written
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        first = psutil.Process(pid)
+        return [first, *first.children(recursive=True)]
+    return []
+
+
+def _processor_s(tree: list[psutil.Process]) -> float:
+    total = 0.0
+    for process in tree:
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def _words(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return shlex.join(process.cmdline())[-80:]
+    return "?"
+
+
+def _ask_for_stacks(run: RunDir, lines: list[Line]) -> list[Path]:
+    """Have the trainers that can run write their stacks; return the files that have any."""
+    for line in lines:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(line.pid, signal.SIGUSR2)
+    if lines:
+        time.sleep(STACKS_S)
+    files = [stacks_file(run, line.rank) for line in lines]
+    return [file for file in files if file.is_file() and file.stat().st_size]
