@@ -39,8 +39,8 @@ def damage_newer(run: RunDir) -> None:
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory, launch, recipe, recipe_arguments, learning_model_dir):
-    """(run, its metrics when it was killed, output of the resumed run): in step 4 `accelerate launch` is killed, and the
-    trainer must not go on alone."""
+    """(run, its metrics when it was killed, output of the resumed run): in step 4 `accelerate launch` is killed, and
+    its trainer must not go on alone."""
     run = RunDir(tmp_path_factory.mktemp("killed") / "run")
     arguments = recipe_arguments(learning_model_dir, run.path)
     process = launch(arguments)
