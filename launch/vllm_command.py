@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kit.core import format_names
-from kit.core.config import card_rules, format_rules
+from kit.core.config import card_rules, format_rules, share_rules
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.limits import FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM, fold_gib
@@ -29,7 +29,7 @@ from kit.core.run_directory import RunDir, base_directory, read_json, read_manif
 from kit.rollout.protocol import QUANT_CFG
 from kit.rollout.server.adapter_check import checkpoint_shapes
 from kit.rollout.server.base_copy import copy_bytes, has_copy
-from kit.rollout.server.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE
+from kit.rollout.server.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE, SHARE_BASE
 from kit.weights.wrapped import LANGUAGE
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ OWN_FLAGS = {
     "max_loras": "rollout.sync",
     "max_cpu_loras": "rollout.sync",
     "lora_target_modules": "policy.target_modules",
-    "worker_extension_cls": "rollout.sync",
+    "worker_extension_cls": "rollout.sync and server.share_base",
     "enable_return_routed_experts": "rollout.routing",
     "seed": "run.seed",
     "api_key": "the environment variable VLLM_API_KEY, which process lists do not show",
@@ -254,7 +254,7 @@ def plans(
     from kit.rollout.replica import log_name
 
     formats = [*format_names.faults(config), *format_rules.faults(config)]
-    faults = [*formats, *_unservable(config, vllm), *_flags(config)]
+    faults = [*formats, *share_rules.faults(config), *_unservable(config, vllm), *_flags(config)]
     for name, capability in cards if not formats else ():
         faults += card_rules.server_faults(config, name, capability)
     memory = _memory(config, vllm, card_gib, faults)
@@ -312,6 +312,8 @@ def _options(config: Config, vllm: Installed) -> Options:
         # Otherwise vLLM also allocates slots for the embeddings and the output layer, which every step then computes.
         if targets := _targets(config):
             options["lora_target_modules"] = targets
+        if server.share_base:
+            options["worker_extension_cls"] = SHARE_BASE
     elif fmt := format_rules.served_format(config):
         options["worker_extension_cls"] = QUANTIZED_INPUTS if fmt.needs_calibration else REMERGE
         options["additional_config"] = {QUANT_CFG: fmt.name}

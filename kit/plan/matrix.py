@@ -1,6 +1,7 @@
 """Models x cards: the longest completion and the largest micro-batch that fit.
 
-Trainer and server share one card or have a card each.
+Trainer and server share one card or have a card each; in a second table they share one card and one base
+(`server.share_base`).
 """
 
 import json
@@ -24,6 +25,8 @@ REFUSED = {"gpt-oss-20b": "gpt_oss"}  # a row that says why; model types of shap
 # One card per memory size.
 SIZES = {"16 GB": "rtx4080", "24 GB": "rtx4090", "48 GB": "l40s", "80 GB": "h100-80g", "141 GB": "h200"}
 WAYS = ("shared", "split")
+ONE_BASE = "one base"  # a way for models that vLLM serves unmerged: dense, and no part of a larger one
+ONE_BASE_MODELS = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 GROUP, PROMPT, COMPLETION, COMPLETIONS = 8, 512, 2048, 64
 
 
@@ -39,6 +42,10 @@ def matrix_config(way: str) -> Config:
     }
     if way == "shared":
         values["server"] |= {"sleep": True, "nf4_copy": "host"}
+    if way == ONE_BASE:
+        values["server"] |= {"share_base": True, "weights": "fp8_per_channel"}
+        values["policy"] = {"quantization": "fp8"}
+        values["rollout"] |= {"sync": "adapter"}
     return config_from_dict(values)
 
 
@@ -46,7 +53,7 @@ def fits(shape: Shape, card: Card, way: str, tokens: int, micro: int) -> bool:
     keys = {"rollout.max_completion_length": tokens, "train.per_device_train_batch_size": micro}
     config = with_keys(matrix_config(way), keys | {"train.gradient_accumulation_steps": COMPLETIONS // micro})
     config = with_keys(config, {"server.kv_cache_gib": full_cache_gib(shape, config)})
-    return lay_out(shape, config, card, 1 if way == "shared" else 2).fits
+    return lay_out(shape, config, card, 2 if way == "split" else 1).fits
 
 
 def longest(shape: Shape, card: Card, way: str) -> int | None:
@@ -65,13 +72,14 @@ Cell = dict[str, int | None]  # completion_tokens, micro_batch
 
 
 def matrix() -> dict[str, dict[str, dict[str, Cell]]]:
-    """model -> card size -> shared or split -> cell."""
+    """model -> card size -> shared, split, and for some models one base -> cell."""
 
     def cell(model: str, size: str, way: str) -> Cell:
         shape, card = shape_by_size(model), CARDS[SIZES[size]]
         return {"completion_tokens": longest(shape, card, way), "micro_batch": widest(shape, card, way)}
 
-    return {model: {size: {way: cell(model, size, way) for way in WAYS} for size in SIZES} for model in MODELS}
+    ways = {model: (*WAYS, *((ONE_BASE,) if model in ONE_BASE_MODELS else ())) for model in MODELS}
+    return {model: {size: {way: cell(model, size, way) for way in ways[model]} for size in SIZES} for model in MODELS}
 
 
 def print_matrix(as_json: bool) -> int:
@@ -83,15 +91,25 @@ def print_matrix(as_json: bool) -> int:
         "Longest completion in tokens (k = 1,024), and the largest micro-batch of completions of 2,048;\n"
         "trainer and server on one card / on a card each; - does not fit.\n"
     )
-    print("| model | " + " | ".join(f"{size} ({SIZES[size]})" for size in SIZES) + " |")
-    print("|---" * (1 + len(SIZES)) + "|")
+    _print_header()
     for model, row in found.items():
-        print(
-            f"| {model} | " + " | ".join(" / ".join(_spell(row[size][way]) for way in WAYS) for size in SIZES) + " |"
-        )
+        _print_row(model, [" / ".join(_spell(row[size][way]) for way in WAYS) for size in SIZES])
     for model, why in refused.items():
         print(f"| {model} | refused: {why} |" + " |" * (len(SIZES) - 1))
+    print("\nOn one card with one FP8 base in memory (server.share_base):\n")
+    _print_header()
+    for model in ONE_BASE_MODELS:
+        _print_row(f"{model}, {ONE_BASE}", [_spell(found[model][size][ONE_BASE]) for size in SIZES])
     return DONE
+
+
+def _print_header() -> None:
+    _print_row("model", [f"{size} ({SIZES[size]})" for size in SIZES])
+    print("|---" * (1 + len(SIZES)) + "|")
+
+
+def _print_row(name: str, cells: list[str]) -> None:
+    print(f"| {name} | {' | '.join(cells)} |")
 
 
 def _spell(cell: Cell) -> str:

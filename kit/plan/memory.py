@@ -335,16 +335,19 @@ def micro_batch(config: Config) -> tuple[int, int]:
 
 
 def resident(shape: Shape, config: Config, card: Card) -> dict[str, float]:
-    """GiB that a trainer process holds in every phase, without its context."""
+    """GiB that a trainer process holds in every phase, without its context; a base that it maps is the server's."""
     narrow = value_bytes(config)
     elsewhere = shape.vocabulary * shape.hidden if config.policy.embeddings == "host" and not card.is_cpu else 0
     trained = adapter_weights(shape, config)
     stored = 2 if config.policy.adapter_dtype == "bfloat16" else 4
     start = {REFERENCE: trained * stored / GIB} if config.policy.reference == "init_adapter" else {}
+    base = {
+        STORED[config.policy.quantization]: shape.linear_weights * stored_bytes(config) / GIB,
+        "16-bit layers": (shape.other_weights - elsewhere) * narrow / GIB,
+    }
     return (
-        {
-            STORED[config.policy.quantization]: shape.linear_weights * stored_bytes(config) / GIB,
-            "16-bit layers": (shape.other_weights - elsewhere) * narrow / GIB,
+        ({} if config.server.share_base else base)
+        | {
             "adapter": trained * stored / GIB,
             "optimizer": trained * optimizer_bytes(config.train.optimizer, stored) / GIB,
         }

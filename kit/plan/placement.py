@@ -24,6 +24,7 @@ def place(config: Config, visible: list[str], replicas_on_gpus: bool, trainer_on
 
     Replicas take the GPUs of `server.gpus`, or else the first ones. The trainer takes those of `train.gpus`, or else
     the others, or all if it has to share: on a machine with one GPU, and when the replicas sleep during the update.
+    With `server.share_base` it takes the replica's own.
     The lists count from the first GPU of CUDA_VISIBLE_DEVICES.
     """
     server, train = config.server, config.train
@@ -36,6 +37,8 @@ def place(config: Config, visible: list[str], replicas_on_gpus: bool, trainer_on
         return Placement(servers, (), not visible)
     if train.gpus is not None:
         trainer = _named("train.gpus", train.gpus, visible)
+    elif server.share_base:
+        trainer = servers
     elif server.sleep or len(visible) == 1:
         trainer = tuple(visible)
     else:

@@ -102,6 +102,9 @@ def splits(layout: Layout) -> list[Split]:
             choices[-1] |= _shared_cache(layout, choices[-1])
     if total % max(1, layout.count) == 0 and (shared := _shared_by_all(layout)):
         choices.append(shared)
+    if config.server.share_base:  # on one card; the others load a base of their own
+        choices = [keys | {"server.share_base": False} for keys in choices]
+        choices.append({"server.share_base": True, "train.gpus": [0], "server.gpus": [0]})
     for keys in choices:
         trainers = len(keys["train.gpus"])
         if trainers < 1 or total % trainers:

@@ -106,6 +106,8 @@ def check_experts(config: Config, facts: "PreTrainedConfig") -> None:
     if not matrices:
         return
     policy, why = config.policy, expert_rules.faults(config)
+    if config.server.share_base:
+        why.append("vLLM stores their experts in layouts of its own. Set server.share_base to false")
     if kind := announced():
         why.append(f"{kind} would split its experts, which was not tested. Use one process, or DDP")
     place = next((one for one in matrices.values() if one.rows * one.columns % BLOCK_SIZE), None)
@@ -194,12 +196,15 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def load_policy_base(config: Config) -> "torch.nn.Module":
+def load_policy_base(config: Config, shared: dict[str, Any] | None = None) -> "torch.nn.Module":
     """Load the frozen base without an adapter, on this process's device except what `policy.embeddings` keeps on the
-    host."""
+    host; with `shared`, map it from a server's memory (kit/weights/shared_memory.py)."""
     from kit.policy.host_embedding import keep_embedding_on_host
 
-    model = load_stored(config, config.model.source, config.model.revision, quant_storage=quant_storage())
+    if shared is not None:
+        model = map_stored(config, shared)
+    else:
+        model = load_stored(config, config.model.source, config.model.revision, quant_storage=quant_storage())
     if config.policy.embeddings == "host":
         keep_embedding_on_host(model)
     model.generation_config = bare_generation_config(model.generation_config)
@@ -220,6 +225,18 @@ def load_stored(config: Config, source: str, revision: str | None, **storage: "t
         attn_implementation=config.model.attn_implementation,
         **storage,
     )
+
+
+def map_stored(config: Config, shared: dict[str, Any]) -> "torch.nn.Module":
+    """The FP8 base as views of a server's memory on this process's device."""
+    from accelerate import PartialState
+
+    from kit.weights.shared_base import load_shared
+    from kit.weights.shared_memory import attach
+
+    device, model = PartialState().device, config.model
+    place = {"revision": model.revision, "device": device, "attn_implementation": model.attn_implementation}
+    return load_shared(model.source, attach(shared, device), model.dtype, **place)
 
 
 def bare_generation_config(own: "GenerationConfig") -> "GenerationConfig":

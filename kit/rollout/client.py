@@ -26,6 +26,7 @@ from kit.rollout.overlap import Ahead
 from kit.rollout.policy_view import PolicyView, Processes, Report, Rollouts
 from kit.rollout.protocol import PROTOCOL, Info
 from kit.rollout.replica import Replica, ReplicaError, ask_all, is_tested_vllm
+from kit.rollout.server_watch import watch
 from kit.rollout.sync import START, AdapterSync, restart_hint, start_hint
 
 FIRST_ANSWER_S = 5.0  # timeout of one request while a replica starts
@@ -49,6 +50,7 @@ class ServerRollout:
         self._served: int | None = None  # the same in every process
         self._may_be_asleep = False
         self._silent: set[str] = set()
+        self._mapped_gib: float | None = None  # of the trainer's base in the replica's memory
         self._waiting: Any = None  # the process group in which processes wait for the main one
 
     def check(self, linears: list[str], vocabulary: int) -> None:
@@ -86,6 +88,32 @@ class ServerRollout:
                     f"{url} serves {info['model']}, whose base hash is {held}; {source} has {base_hash[:12]}. Write "
                     f"this model's base (python -m merge base --config ...) and restart the replica ({START})."
                 )
+
+    def share_base(self) -> dict[str, Any]:
+        """Where the replica holds its base in memory (`server.share_base`), as kit/weights/shared_memory.py describes
+        it; from now on the run ends when the replica does (`server_watch`). `BadInput` if it shares none."""
+        from kit.weights.shared_memory import described_bytes
+
+        (replica,) = self.replicas
+        try:
+            file = replica.share()
+        except ReplicaError as error:
+            raise BadInput(
+                f"{replica.url} does not share its base (server.share_base): {error.text.rstrip('.')}. Restart it "
+                f"with this config ({START}), or set server.share_base to false."
+            ) from None
+        try:
+            described = read_json(file)
+        except (BadInput, OSError):
+            raise BadInput(
+                f"{file}, in which {replica.url} says where its base is, cannot be read here. Trainer and server must "
+                "run on one machine, as one user; else set server.share_base to false."
+            ) from None
+        watch(described["pid"], replica.url)
+        self._mapped_gib = round(described_bytes(described) / 2**30, 4)
+        if is_main_process():
+            print(f"base      {self._mapped_gib:.2f} GiB mapped from {replica.url}, which holds them once", flush=True)
+        return described
 
     def _faults(self, info: Info, linears: list[str], vocabulary: int, tokenizer: str) -> list[str]:
         """Reasons why a replica cannot serve this run, each with its fix."""
@@ -274,7 +302,8 @@ class ServerRollout:
         return report
 
     def _new_report(self) -> Report:
-        return Report({}, {"rollout_hidden": 0.0} if self.config.rollout.overlap else {})
+        figures = {} if self._mapped_gib is None else {"mapped_gib": self._mapped_gib}
+        return Report(figures, {"rollout_hidden": 0.0} if self.config.rollout.overlap else {})
 
     def _take(self, policy: PolicyView, rows: list, report: Report) -> tuple[list, int]:
         """Return what `begin` requested and the version that made it."""

@@ -17,7 +17,7 @@ PROTOCOL = 1
 PREFIX = "/v1/rollout"  # below /v1, so vLLM's API key guards it
 # Route -> HTTP method.
 ROUTES = {"info": "GET"} | dict.fromkeys(
-    ("generate", "score", "stage", "activate", "discard", "noise", "sleep", "wake"), "POST"
+    ("generate", "score", "stage", "activate", "discard", "noise", "sleep", "wake", "share"), "POST"
 )
 BINARY = "application/octet-stream"  # content type of a stage request whose body is the adapter file
 STAGE_QUERY = ("way", "run", "session", "version", "base_hash")  # query parameters of a stage request

@@ -220,6 +220,13 @@ class Replica:
         """Restore weights and KV cache; return the seconds it took."""
         return self._ask("wake", timeout_s=self.change_timeout_s).get("seconds", 0.0)
 
+    def share(self) -> Path:
+        """File on the replica's machine that says where its base lies in memory, for `server.share_base`."""
+        answer = self._ask("share", body={}, timeout_s=self.change_timeout_s)
+        if not isinstance(path := answer.get("path"), str):
+            raise self._not_understood("share", ValueError(f"path is {path!r:.60}"))
+        return Path(path)
+
     def _ask(
         self,
         action: str,

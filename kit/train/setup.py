@@ -356,11 +356,13 @@ def record_config(config: Config, run: RunDir, processes: int) -> None:
 @contextlib.contextmanager
 def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
     """Lock the run directory for the block and write the configuration, after checking the GPU and capping memory at
-    `train.max_gpu_gib`; record how the block ends. Raises `BadInput` if another process holds the lock."""
+    `train.max_gpu_gib`; record how the block ends. A server whose memory holds the base may end after it. Raises
+    `BadInput` if another process holds the lock."""
     from accelerate import PartialState
 
     from kit.policy.gpu_memory import limit_gpu_memory, use_expandable_segments
     from kit.policy.liger import check_gpu
+    from kit.rollout.server_watch import unwatch
 
     state = PartialState()
 
@@ -379,7 +381,10 @@ def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
         use_expandable_segments()
         check_gpu(config)
         limit_gpu_memory(config)
-        yield
+        try:
+            yield
+        finally:
+            unwatch()
 
 
 def make_rollout(config: Config, tokenizer: Any, model_config: Any, run: RunDir, episodes: Any = None) -> Any:
@@ -411,7 +416,7 @@ def load_base(
 
     with loading_whole(arguments):
         rollout = make_rollout(config, tokenizer, model_config, run, episodes)
-        base = load_policy_base(config)
+        base = load_policy_base(config, rollout.share_base() if config.server.share_base else None)
         facts = record_base(base, run, config, write=False)
     check_adapter_base(config, facts["hash"])
     if rollout:

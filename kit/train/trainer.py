@@ -721,6 +721,7 @@ class PolicyTrainer(GRPOTrainer):
                     "canary_k3",
                     "sync_seconds",
                     "heldout_accuracy",
+                    "mapped_gib",
                     *WATCHED,
                 )
             ),

@@ -57,9 +57,15 @@ class Fp8Linear(torch.nn.Linear):
     Every product dequantizes the weight and releases it; nothing is saved for the backward pass.
     """
 
-    def __init__(self, layer: torch.nn.Linear, device: torch.device | str | None = None):
+    def __init__(
+        self,
+        layer: torch.nn.Linear,
+        device: torch.device | str | None = None,
+        stored: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ):
+        """Quantize a layer onto `device`, or take its codes and scales as they are `stored` elsewhere."""
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
-        codes, scale = quantize_weight(layer.weight.data, device=device)
+        codes, scale = stored or quantize_weight(layer.weight.data, device=device)
         self.weight = torch.nn.Parameter(codes.view(torch.uint8), requires_grad=False)
         self.register_buffer("weight_scale", scale, persistent=False)
         if layer.bias is not None:

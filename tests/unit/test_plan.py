@@ -14,10 +14,11 @@ from kit.plan.fitting import changed, changes, lay_out, remedy
 from kit.plan.gpus import CARDS, own_gpus, parse_gpus, recognize
 from kit.plan.layout import choose_shape, make_layout
 from kit.plan.layout import fits as plan_fits
-from kit.plan.matrix import MODELS, SIZES, fits, longest, widest
+from kit.plan.matrix import MODELS, ONE_BASE, ONE_BASE_MODELS, SIZES, fits, longest, widest
 from kit.plan.placement import place
 from kit.plan.report import largest, spell, summary, time_rows
 from kit.plan.shapes import KNOWN, UNGATED, find_shape, shape_by_size, shape_from_facts
+from kit.plan.sizes import with_keys
 from kit.plan.splitting import splits
 from launch.plan import main
 from tests import processes
@@ -25,6 +26,7 @@ from tests.conftest import ROOT
 
 CONFIGS = sorted((ROOT / "recipes/configs").rglob("*.yaml"))
 ONE_CARD = ROOT / "recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml"
+SHARED = ROOT / "recipes/configs/grpo-qwen3_8b-fp8-shared-1x16gb.yaml"
 EIGHT = ROOT / "recipes/configs/grpo-qwen3_8b-nf4-fp8-deepmath-8gpu.yaml"
 TWO = ROOT / "recipes/configs/grpo-qwen3_8b-nf4-fp8-gsm8k-2gpu.yaml"
 OWN = ROOT / "recipes/configs/grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu.yaml"
@@ -276,6 +278,7 @@ def test_a_card_whose_speed_is_not_known_gets_memory_and_no_seconds(monkeypatch)
 
 # What does not fit, on which card, and with what model
 TOO_LARGE = [
+    (ONE_CARD, "rtx4090", [], "32b"),
     (ONE_CARD, "rtx4090", [], "14b"),
     (ONE_CARD, "rtx4080", ["--server.sleep", "false"], "8b"),
     (EIGHT, "rtx4090:8", ["--train.per_device_train_batch_size", "64"], None),
@@ -298,8 +301,9 @@ def test_a_change_saves_what_is_printed_and_makes_it_fit_where_that_is_said(path
         assert layout.worst.peak.expected - same.peak.expected == pytest.approx(one.saves_gib)
         assert after.fits == one.then_fits
     keys = remedy(layout)
-    assert (keys is None) == (path is ONE_CARD), keys
+    assert (keys is None) == (params == "32b"), keys
     if keys is not None:
+        assert (path is ONE_CARD) == ("server.share_base" in keys)
         assert plan(path, gpus, *overrides, *words_of(keys), params=params).fits
         assert spell(keys) in summary(layout).replace("\n", " ")
 
@@ -421,11 +425,35 @@ def made_matrix() -> dict:
 def test_the_matrix_of_the_readme_is_the_one_that_the_plan_prints(made_matrix, monkeypatch, capsys):
     monkeypatch.setattr(matrix, "matrix", lambda: made_matrix)
     code, out = command(monkeypatch, capsys, "--matrix")
-    names = "|".join((*MODELS, *matrix.REFUSED))
+    shared = [f"{model}, {ONE_BASE}" for model in ONE_BASE_MODELS]
+    names = "|".join((*MODELS, *matrix.REFUSED, *shared))
     printed = [line for line in out.splitlines() if re.match(rf"\| ({names}) \|", line)]
     rows = re.findall(rf"^\| (?i:{names}) \|.*", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert code == 0 and len(printed) == len(MODELS) + len(matrix.REFUSED)
+    assert code == 0 and len(printed) == len(MODELS) + len(matrix.REFUSED) + len(shared)
     assert [row.lower().replace("–", "-") for row in rows] == [line.lower() for line in printed]
+
+
+def test_8b_fits_16_gb_and_14b_24_gb_on_one_card_only_with_one_base(made_matrix):
+    for model, size in (("qwen3-8b", "16 GB"), ("qwen3-14b", "24 GB")):
+        cells = made_matrix[model][size]
+        assert cells["shared"]["completion_tokens"] is None
+        assert cells[ONE_BASE]["completion_tokens"] >= 2048 and cells[ONE_BASE]["micro_batch"] == 1
+
+
+def test_a_base_that_is_mapped_is_counted_in_the_server_alone():
+    config, card, shape = matrix.matrix_config(ONE_BASE), CARDS["rtx4080"], shape_by_size("8b")
+    shared, own = (memory.resident(shape, with_keys(config, {"server.share_base": on}), card) for on in (True, False))
+    stored = {name: own[name] for name in own.keys() - shared.keys()}
+    assert sum(stored.values()) == pytest.approx((shape.linear_weights + 2 * shape.other_weights) / 2**30)
+    assert shared == {name: own[name] for name in shared}
+    server = memory.server_parts(shape, config, card)
+    assert sum(stored.values()) == pytest.approx(server["weights"] + server["16-bit layers"])
+
+
+def test_the_16_gb_configuration_fits_as_its_file_says(monkeypatch, capsys):
+    code, out = command(monkeypatch, capsys, "--config", SHARED, "--gpu", "rtx4080")
+    (figures,) = re.findall(r"GPU 0: ([\d.]+ \([\d.]+ to [\d.]+\) of [\d.]+) GiB", " ".join(out.split()))
+    assert code == 0 and f"{figures} GiB" in " ".join(SHARED.read_text().replace("\n#", "\n").split())
 
 
 def test_the_24_gb_configuration_fits_as_the_documents_say(monkeypatch, capsys):
@@ -459,11 +487,11 @@ def test_on_a_larger_card_and_for_a_smaller_model_the_matrix_never_says_less(mad
     def tokens(model, size, way):
         return found[model][size][way]["completion_tokens"] or 0
 
-    for way in ("shared", "split"):
-        for model in MODELS:
+    for way in ("shared", "split", ONE_BASE):
+        for model in ONE_BASE_MODELS if way == ONE_BASE else MODELS:
             assert [tokens(model, size, way) for size in order] == sorted(tokens(model, size, way) for size in order)
         for size in order:
-            row = [tokens(model, size, way) for model in dense]
+            row = [tokens(model, size, way) for model in (ONE_BASE_MODELS if way == ONE_BASE else dense)]
             assert row == sorted(row, reverse=True)
     assert all(tokens(m, s, "split") >= tokens(m, s, "shared") for m in MODELS for s in order)
 

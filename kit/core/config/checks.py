@@ -19,6 +19,7 @@ from kit.core.config import (
     sampling_rules,
     sft_rules,
     sharding_rules,
+    share_rules,
     trl_rules,
 )
 from kit.core.config.schema import Config, limit_faults
@@ -50,6 +51,7 @@ def check_config(config: Config, processes: int) -> None:
         *_adapter(config),
         *_lists(config),
         *_servers(config),
+        *share_rules.faults(config, processes),
         *rollout_rules.overlap_faults(config),
         *_kept_weights(config, sharding_rules.announced()),
         *optimizer_rules.faults(config),

@@ -227,6 +227,10 @@ class ServerConfig:
     kv_cache_gib: float | None = _option(None, "GiB of KV cache instead of what the share leaves", ABOVE_0)
     nf4_copy: Literal["gpu", "host"] = _option("gpu", "where remerge keeps its NF4 copy (0.56 bytes per weight)")
     sleep: bool = _option(False, "during the update, weights in host memory and no KV cache: for a shared GPU")
+    share_base: bool = _option(
+        False,
+        "one base in memory: a trainer on the server's card maps its FP8 base instead of loading one (sync: adapter)",
+    )
     max_num_seqs: int = _option(256, "completions that a replica generates at once", FROM_1)
     enforce_eager: bool = _option(False, "no CUDA graphs: starts faster, generates slower")
     host: str | None = _option(None, "address to bind; default the URL's host, which must be this machine's")

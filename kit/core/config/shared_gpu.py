@@ -19,11 +19,12 @@ def replicas_beside_trainer(config: Config) -> int:
     ours = names[: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
     theirs = names if config.server.gpus is None else [str(gpu) for gpu in config.server.gpus]
     each = config.server.tensor_parallel
-    here = [number for number, url in enumerate(config.rollout.server_urls) if _is_this_machine(url)]
+    here = [number for number, url in enumerate(config.rollout.server_urls) if is_this_machine(url)]
     return max((sum(gpu in theirs[n * each : (n + 1) * each] for n in here) for gpu in ours), default=0)
 
 
-def _is_this_machine(url: str) -> bool:
+def is_this_machine(url: str) -> bool:
+    """Whether a server's URL names this machine, by name or as a loopback address."""
     try:
         host = urlsplit(url).hostname or ""
     except ValueError:

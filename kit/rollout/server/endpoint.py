@@ -282,7 +282,7 @@ class Routes:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    # POST /v1/rollout/stage, activate, discard, noise, sleep, wake
+    # POST /v1/rollout/stage, activate, discard, noise, sleep, wake, share
 
     async def stage(self, request: "Request") -> dict:
         """Load an adapter version from a directory or from the body, without serving it."""
@@ -343,6 +343,10 @@ class Routes:
     async def wake(self, request: "Request") -> dict:
         """Restore weights and KV cache."""
         return {"seconds": await self.versions.wake()}
+
+    async def share(self, request: "Request") -> dict:
+        """Name the file that says where the base lies in memory."""
+        return {"path": str(await self.versions.share())}
 
 
 class ClientGone(Exception):

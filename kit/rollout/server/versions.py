@@ -9,6 +9,7 @@ left the others waiting in a collective operation.
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ REMERGE = "kit.rollout.server.remerge.Remerge"
 QUANTIZED_INPUTS = (
     "kit.rollout.server.quantized_inputs.RemergeQuantizedInputs"  # also remerge, for formats with static activations
 )
+SHARE_BASE = "kit.rollout.server.share_base.ShareBase"
 NF4_COPY = "GRPO_KIT_NF4_COPY"  # environment variable of the server: one of COPIES
 COPIES = ("gpu", "host")
 WORKER_S, SETUP_S = 120.0, 1800.0  # longest wait for the workers; setup reads the whole NF4 copy
@@ -78,6 +80,7 @@ class Versions:
         self.damaged: str | None = None
         self.asleep = False
         self.files = PrivateFiles()
+        self._shared: Path | None = None  # directory of the last description of the base's memory
         self._lock = asyncio.Lock()
         self._names: Counter[str] = Counter()
         self._folded = False  # whether the weights were ever anything but the base
@@ -421,6 +424,30 @@ class Versions:
                     await self.engine.wake_up()
             self.asleep = False
         return time.perf_counter() - started
+
+    async def share(self) -> Path:
+        """Let a trainer on this machine map the workers' base; return the file, readable by this user only, that says
+        where the memory is (kit/weights/shared_memory.py)."""
+        config = self.engine.vllm_config
+        if getattr(config.parallel_config, "worker_extension_cls", "") != SHARE_BASE:
+            raise Failure(400, f"the server was started without --worker-extension-cls {SHARE_BASE}")
+        if (parts := config.parallel_config.tensor_parallel_size) > 1:
+            raise Failure(
+                400, f"its base is split over {parts} GPUs (--tensor-parallel-size), a trainer needs all of it"
+            )
+        if config.model_config.enable_sleep_mode:
+            raise Failure(
+                400,
+                "it was started with --enable-sleep-mode, whose memory pool CUDA does not export to other processes",
+            )
+        async with self._lock:
+            self._check_usable()
+            (described,) = await self._workers("share_base")
+            self.files.remove(self._shared)
+            self._shared = self.files.make()
+            file = self._shared / "base-memory.json"
+            file.write_text(json.dumps(described))
+        return file
 
     async def is_asleep(self) -> bool:
         """Whether this server put the engine to sleep, or the engine reports within `ASLEEP_S` that it is asleep."""
