@@ -6,7 +6,7 @@
 
 The recipe's command line with a server of `python -m launch.server`, adapters served unmerged, the same seed. Claims,
 exit 1 when one fails: both ways train on the base of one hash and find it unchanged at the end; what is mapped is the
-base; at the peak of the trainer's life both processes together hold at least `SAVED` of it less. On a GPU the memory is
+base; at the peak of training both processes together hold at least `SAVED` of it less. On a GPU the memory is
 that of the whole card (nvidia-smi) above what it was before; on a CPU the proportional set size of all processes.
 Prints the table last.
 """
