@@ -377,7 +377,7 @@ def _server_candidates(layout: Layout, shared: bool) -> list[tuple[Keys, str]]:
     if shared and not server.sleep and not layout.card.is_cpu:
         keys: Keys = {"server.sleep": True} | host | in_turn(config)
         found.append((keys, "about half a second per step to sleep and wake"))
-    if shared and free and not server.share_base and layout.shape.experts is None:
+    if shared and free and not server.share_base and layout.card.fp8_tflops and layout.shape.experts is None:
         one: Keys = {"server.share_base": True, "policy.quantization": "fp8", "rollout.sync": "adapter"}
         one |= {"server.weights": "fp8_per_channel", "server.sleep": False, "policy.embeddings": "gpu"}
         found.append((one, "one FP8 base for both, adapters served unmerged: slower rollouts"))
