@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from eval.episodes import Episodes, play
 from eval.generate import Decoder, Generation, check_sampling, generate, render_prompts, set_threads
-from kit.core.chat import check_template, end_of_turn_token, model_stop_tokens, stop_tokens
+from kit.core.chat import check_template, end_of_turn_token, model_stop_tokens, render, stop_tokens
 from kit.core.errors import BadInput
+from kit.policy import stop_texts
+from kit.policy.stop_texts import StopTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +39,7 @@ class Asking:
     batch_size: int = 64
     template_arguments: dict[str, Any] = field(default_factory=dict)  # data.chat_template_kwargs
     episodes: Episodes | None = None  # None: a completion is one turn
+    stop: Sequence[str] = ()  # rollout.stop
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def load_tokenizer(place: str | Path, asking: Asking) -> "PreTrainedTokenizerBas
     tokenizer = AutoTokenizer.from_pretrained(place)
     end_of_turn_token(tokenizer, asking.template_arguments)
     check_template(tokenizer, asking.conversations[0], asking.template_arguments)
+    stop_texts.check(tokenizer, asking.stop, render(tokenizer, asking.conversations[0], asking.template_arguments))
     return tokenizer
 
 
@@ -88,6 +92,7 @@ class Encoded:
     tokenizer: "PreTrainedTokenizerBase"
     stops: list[int]
     prompts: list[list[int]]
+    texts: StopTexts  # at which completions end too
 
 
 def encode(place: str | Path, asking: Asking) -> Encoded:
@@ -95,7 +100,8 @@ def encode(place: str | Path, asking: Asking) -> Encoded:
     tokenizer = load_tokenizer(place, asking)
     stops = model_stop_tokens(place, tokenizer, asking.template_arguments)
     rendered = render_prompts(tokenizer, asking.conversations, asking.template_arguments)
-    return Encoded(tokenizer, stops, tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    return Encoded(tokenizer, stops, prompts, StopTexts(tokenizer, asking.stop))
 
 
 def ask_transformers(load: Callable[[], "PreTrainedModel"], place: str | Path, asking: Asking) -> Answers:
@@ -122,10 +128,12 @@ def ask_transformers(load: Callable[[], "PreTrainedModel"], place: str | Path, a
                 seed=asking.seed,
                 samples=asking.samples,
                 template_arguments=asking.template_arguments,
+                stop=asking.stop,
             )
         else:
             stops = stop_tokens(model.generation_config, tokenizer, asking.template_arguments)
-            decoder = Decoder(model, tokenizer, stops, asking.batch_size, asking.temperature, asking.seed)
+            texts = StopTexts(tokenizer, asking.stop)
+            decoder = Decoder(model, tokenizer, stops, asking.batch_size, asking.temperature, asking.seed, texts)
             made = play(asking.episodes, tokenizer, stops, asking.samples, decoder.complete)
     del model
     gc.collect()

@@ -37,7 +37,12 @@ from kit.core.errors import CHECK_FAILED, DONE, BadInput
 from kit.core.run_directory import RunDir, read_json, write_json
 
 NAME = "endpoint"
-PROMPT = ("system_prompt", "prompt_suffix", "chat_template_kwargs")  # keys of data that shape a problem's prompt
+PROMPT = (
+    "system_prompt",
+    "prompt_suffix",
+    "chat_template_kwargs",
+    "format",
+)  # keys of data that shape a problem's prompt
 
 
 def main(argv: list[str]) -> int:
@@ -130,7 +135,7 @@ def tokenizer_place(run: RunDir, policy: str, name: str, given: Path | None) -> 
 
 def ways(config: Config) -> dict:
     """Settings that must match for two measurements of the same problems to be comparable, whatever generated them."""
-    names = ("max_new_tokens", "temperature", "samples", "reward", "reward_threshold")
+    names = ("max_new_tokens", "temperature", "samples", "reward", "reward_threshold", "stop")
     return {name: measurement(config)[name] for name in names}
 
 
@@ -140,7 +145,7 @@ def judged_records(folder: Path, policy: str, name: str, identity: dict) -> tupl
     if not header.is_file() or not file.is_file():
         return [], f"{cell} has not been evaluated (python -m eval)"
     known = read_json(header).get("identity", {})
-    own = {key: known.get("eval", {}).get(key) for key in identity["eval"]}
+    own = {key: ({"stop": []} | known.get("eval", {})).get(key) for key in identity["eval"]}
     options = known.get("reward", {}).get("options", {})
     plain = dataclasses.asdict(DataConfig()) | known.get("data", {})
     other = [f"data.{key} was {plain[key]!r}" for key, value in identity["data"].items() if plain[key] != value]

@@ -58,7 +58,10 @@ def play(episodes: Episodes, tokenizer: Any, stops: list[int], samples: int, com
         places = [divmod(ask.episode, samples) for ask in asks]
         prompts, most = [ask.prompt_ids for ask in asks], max(ask.max_tokens for ask in asks)
         made = complete(prompts, places, most, [len(ids) for ids in prompts])
-        return [_until_stop(ids, stops)[: ask.max_tokens] for ids, ask in zip(made, asks, strict=True)]
+        return [
+            runner.stop_texts.cut(ask.prompt_ids, _until_stop(ids, stops))[: ask.max_tokens]
+            for ids, ask in zip(made, asks, strict=True)
+        ]
 
     rows = [row for row in episodes.rows for _ in range(samples)]
     return [generation_of(result, tokenizer, stops) for result in runner.sample_here(rows, turns, 0, stops)]

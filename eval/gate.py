@@ -146,13 +146,14 @@ def consumed_ids(run: RunDir) -> set[str]:
 
 def check_measurement(run: RunDir, config: Config, result: dict) -> None:
     """Raise `BadInput` unless the evaluation measured as the configuration says."""
-    measured = result.get("eval") or {}
+    measured = {"stop": []} | (result.get("eval") or {})  # earlier versions had no stop texts
     expected = {key: value for key, value in measurement(config).items() if key not in NOT_COMPARED}
     options, wanted = result.get("reward_options", {}), config.reward.options
     if other := [key for key, value in expected.items() if measured.get(key) != value]:
-        key, was, now = f"eval.{other[0]}", measured.get(other[0]), expected[other[0]]
-        known = {f"eval.{name}": measured[name] for name in other if name in measured}
-        flags = {name: "null" if value is None else str(value) for name, value in known.items()}
+        keys = {name: "rollout.stop" if name == "stop" else f"eval.{name}" for name in other}
+        key, was, now = keys[other[0]], measured.get(other[0]), expected[other[0]]
+        known = {keys[name]: measured[name] for name in other if name in measured}
+        flags = {name: value if isinstance(value, str) else json.dumps(value) for name, value in known.items()}
         flags = flags if len(flags) == len(other) else {}
     elif options != config.reward.options:
         key, was, now, flags = "reward.options", options, wanted, {"reward.options": json.dumps(options)}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.core.chat import render, special_tokens, stop_tokens
 from kit.core.errors import BadInput
+from kit.policy.stop_texts import StopTexts
 
 if TYPE_CHECKING:
     from kit.rollout.episodes import EpisodeResult
@@ -70,6 +71,7 @@ def generate(
     seed: int = 0,
     samples: int = 1,
     template_arguments: dict | None = None,
+    stop: Sequence[str] = (),
 ) -> list[Generation]:
     """Generate `samples` completions per conversation, those of one together, of at most `max_new_tokens` tokens each.
 
@@ -77,7 +79,7 @@ def generate(
     (Maddison et al. 2014, section 2) with noise that depends only on `seed`, the problem's index in `conversations`,
     the sample, the position and the token: not on the batch, the order or the number of samples. Prompts of similar
     length share a batch to keep padding small; results are in input order. `template_arguments` are
-    `data.chat_template_kwargs`.
+    `data.chat_template_kwargs`, `stop` is `rollout.stop`.
     """
     if max_new_tokens < 1 or batch_size < 1:
         raise BadInput(f"max_new_tokens ({max_new_tokens}) and batch_size ({batch_size}) must be at least 1.")
@@ -86,18 +88,30 @@ def generate(
     rendered = render_prompts(tokenizer, conversations, template_arguments)
     prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     places = list(itertools.product(range(len(prompts)), range(samples)))
-    decoder = Decoder(model, tokenizer, stops, batch_size, temperature, seed)
-    rows = decoder.complete([prompts[problem] for problem, _ in places], places, max_new_tokens)
-    return [finish(tokenizer, row, stops, max_new_tokens) for row in rows]
+    texts = StopTexts(tokenizer, stop)
+    decoder = Decoder(model, tokenizer, stops, batch_size, temperature, seed, texts)
+    asked = [prompts[problem] for problem, _ in places]
+    rows = decoder.complete(asked, places, max_new_tokens)
+    return [
+        finish(tokenizer, row, stops, max_new_tokens, texts, prompt) for row, prompt in zip(rows, asked, strict=True)
+    ]
 
 
 class Decoder:
     """Completes token ids with a model in batches, greedily or with the noise of `GumbelNoise`."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, stops: list[int], batch_size: int, temperature: float = 0.0, seed: int = 0
+        self,
+        model: Any,
+        tokenizer: Any,
+        stops: list[int],
+        batch_size: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        texts: StopTexts | None = None,
     ):
         self.model, self.stops, self.batch_size = model, stops, batch_size
+        self.texts = texts or StopTexts(tokenizer, ())
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
         self.temperature, self.seed = temperature, seed
         model.eval()
@@ -109,10 +123,12 @@ class Decoder:
         max_new_tokens: int,
         starts: Sequence[int] | None = None,
     ) -> list[list[int]]:
-        """Token ids after each prompt, with padding behind a stop token. `places` are the (problem, sample) that key
+        """Token ids after each prompt, with padding behind their end. `places` are the (problem, sample) that key
         the noise, `starts` the position of each row's first new token in it (default 0)."""
         import torch
         from transformers import LogitsProcessorList
+
+        from kit.policy.stopping import StopCriterion, stopping
 
         # Longest first: fails at once if memory is short.
         order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
@@ -126,12 +142,14 @@ class Decoder:
                     keys = [places[row] for row in chosen]
                     offsets = [starts[row] for row in chosen] if starts is not None else None
                     noise.append(GumbelNoise(self.temperature, self.seed, keys, batch.shape[1], offsets))
-                output = self.model.generate(
-                    input_ids=batch,
-                    attention_mask=mask,
-                    generation_config=settings,
-                    logits_processor=LogitsProcessorList(noise),
-                )
+                criterion = StopCriterion(self.texts, [prompts[row] for row in chosen], self.stops)
+                with stopping(self.model, criterion):
+                    output = self.model.generate(
+                        input_ids=batch,
+                        attention_mask=mask,
+                        generation_config=settings,
+                        logits_processor=LogitsProcessorList(noise),
+                    )
                 for row, ids in zip(chosen, output[:, batch.shape[1] :].tolist(), strict=True):
                     rows[row] = ids
         return rows
@@ -254,10 +272,20 @@ def _left_padded(rows: list[list[int]], pad: int, device: Any) -> tuple[Any, Any
     return ids, mask
 
 
-def finish(tokenizer: Any, row: list[int], stops: list[int], max_new_tokens: int) -> Generation:
-    """The completion up to its first stop token; what follows is padding."""
+def finish(
+    tokenizer: Any,
+    row: list[int],
+    stops: list[int],
+    max_new_tokens: int,
+    texts: StopTexts | None = None,
+    prompt: Sequence[int] = (),
+) -> Generation:
+    """The completion of the token ids `prompt` up to its first stop token, or through the first stop text; what
+    follows is padding."""
     end = next((place for place, token in enumerate(row) if token in stops), None)
     kept = row[:end]
+    if texts and (length := texts.length(prompt, kept)) is not None:
+        end, kept = length, kept[:length]
     return Generation(
         text=tokenizer.decode(kept, skip_special_tokens=True),
         raw=tokenizer.decode(kept, skip_special_tokens=False),

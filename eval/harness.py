@@ -373,8 +373,11 @@ def differences(measured: Measured, results: Results, task: str) -> list[str]:
         said.append(f"decoding: {_decoding(temperature)}; ours {_decoding(own)}")
     if (limit := made.get("max_gen_toks")) != ours["max_new_tokens"]:
         said.append(f"length: at most {limit or 'its default of'} new tokens; ours {ours['max_new_tokens']}")
-    if stops := [stop for stop in made.get("until") or [] if stop not in ("</s>", "<|im_end|>")]:
-        said.append(f"stops: also at {', '.join(map(repr, stops))}; ours the model's stop tokens alone")
+    stops = [stop for stop in made.get("until") or [] if stop not in ("</s>", "<|im_end|>")]
+    if stops != (texts := (ours.get("eval") or {}).get("stop") or []):
+        also = f"also at {', '.join(map(repr, stops))}" if stops else "the model's stop tokens"
+        own_stops = f"and {', '.join(map(repr, texts))}" if texts else "alone"
+        said.append(f"stops: {also}; ours the model's stop tokens {own_stops}")
     own_settings = _read_optional(measured.checkpoint / "generation_config.json")
     acting = [f"{key} {own_settings[key]}" for key in _ACTS if own_settings.get(key) not in (None, _ACTS[key])]
     if acting:

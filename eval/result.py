@@ -13,10 +13,12 @@ from kit.core.run_directory import RunDir, read_json
 
 
 def measurement(config: Config) -> dict:
-    """How a configuration measures: its eval group without the gate, with the length of completions resolved."""
+    """How a configuration measures: its eval group without the gate, with the length of completions resolved and the
+    texts at which they stop (`rollout.stop`)."""
     values = dataclasses.asdict(config.eval)
     del values["gate"]
-    return values | {"max_new_tokens": config.eval.max_new_tokens or config.rollout.max_completion_length}
+    longest = config.eval.max_new_tokens or config.rollout.max_completion_length
+    return values | {"max_new_tokens": longest, "stop": config.rollout.stop}
 
 
 def run_config(run: RunDir, overrides: list[str], file: str | None = None) -> Config:

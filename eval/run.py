@@ -300,6 +300,7 @@ def ask_settings(config: Config, problems: list[Problem], episodes: Episodes | N
         config.eval.batch_size,
         config.data.chat_template_kwargs,
         episodes,
+        config.rollout.stop,
     )
 
 
@@ -322,6 +323,8 @@ def cell_identity(plan: Plan, policy: str, name: str) -> dict:
     settings = measurement(plan.config)
     for key in ("backend", "formats", "batch_size", "max_problems", "bootstrap_samples"):
         del settings[key]
+    if not settings["stop"]:
+        del settings["stop"]  # as in cells of earlier versions
     weights = {"base": plan.sources.base_hash}
     if (artifact := plan.sources.artifacts.get((policy, name))) is not None:
         weights = {"artifact": artifact.hash}

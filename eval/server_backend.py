@@ -33,6 +33,10 @@ RETRIED = (408, 409, 429, 500, 502, 503, 504)
 BACKOFF_S = 1.0
 PROBES = 3  # prompts compared before anything is measured
 COMPLETIONS = "/v1/chat/completions"
+NO_TEXTS = (
+    "With rollout.stop a completion is judged through the token that ends it, which only a server with vLLM's "
+    "settings return_token_ids and skip_special_tokens shows. Measure the checkpoint with --eval.backend vllm."
+)
 _TEMPLATE = "Start it on the checkpoint's own directory, without a chat template of its own."
 Result = TypeVar("Result")
 
@@ -123,9 +127,11 @@ class Client:
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "stop_token_ids": self.encoded.stops,
-            "skip_special_tokens": False,
+            "skip_special_tokens": bool(asking.stop),  # stop texts are searched in text without them
             "return_token_ids": True,
         }
+        if asking.stop:
+            self.extra["stop"] = [*asking.stop]
 
     def __enter__(self) -> "Client":
         self.http = _session(self.asking.batch_size)
@@ -135,6 +141,8 @@ class Client:
         told = models[self.model]
         self.facts |= {key: told[key] for key in ("owned_by", "root") if isinstance(told.get(key), str)}
         if self._refuses(self.extra):
+            if self.asking.stop:
+                raise BadInput(f"{self.url} refuses the request's settings. {NO_TEXTS}")
             self.extra = {}
             self.facts["refused"] = "top_k, min_p, repetition_penalty, stop_token_ids"
         if self.asking.template_arguments:
@@ -158,7 +166,7 @@ class Client:
             choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))[:wanted]
             if not choices:
                 raise CheckFailed(f"{self.url} answered without a completion for problem {problem}.")
-            made += map(self._generation, choices)
+            made += [self._generation(problem, choice) for choice in choices]
         return made
 
     def _pass_arguments(self) -> None:
@@ -231,11 +239,14 @@ class Client:
                 f"{len(ours)}: it applies another template or none, or adds a token. {_TEMPLATE}"
             )
 
-    def _generation(self, choice: dict) -> Generation:
+    def _generation(self, problem: int, choice: dict) -> Generation:
         """Convert a choice of the server's answer: from its token ids if present, else from its text."""
         tokenizer, ids = self.encoded.tokenizer, choice.get("token_ids")
         if isinstance(ids, list) and ids:
-            return finish(tokenizer, ids, self.encoded.stops, self.asking.max_new_tokens)
+            given = self.encoded.stops, self.asking.max_new_tokens, self.encoded.texts, self.encoded.prompts[problem]
+            return finish(tokenizer, ids, *given)
+        if self.asking.stop:
+            raise BadInput(f"{self.url} returns no token ids. {NO_TEXTS}")
         raw = (choice.get("message") or {}).get("content") or ""
         text = re.sub("|".join(map(re.escape, special_tokens(tokenizer))), "", raw)
         reason, tokens = choice.get("finish_reason"), len(tokenizer(raw, add_special_tokens=False)["input_ids"])

@@ -30,7 +30,7 @@ from eval.machine import VLLM, machine, missing_kernel, package_versions
 from eval.serving_client import closed_loop, make_prompts, summarize, vocabulary
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, Interrupted, run_command
 from kit.core.formats import FORMATS
-from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
+from kit.core.run_directory import RunDir, manifest_as_written, read_json, read_manifest, write_json
 from launch.replicas import Replicas, Stopped, read_end
 from launch.vllm_command import Installed, Plan, installed_vllm
 
@@ -206,6 +206,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     for name, path in settings.checkpoints.items():
         print(f"  {name}: {path}", flush=True)
+        if stop := manifest_as_written(path).get("stop"):
+            print(
+                f"    clients must send stop {json.dumps(stop)}: the policy ends there, vLLM does not know", flush=True
+            )
     if arguments.dry_run:
         return DONE
     settings.out.mkdir(parents=True, exist_ok=True)

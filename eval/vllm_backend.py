@@ -44,6 +44,7 @@ def ask_vllm(place: Path, asking: Asking, server: ServerConfig, log: Path) -> An
         "places": [problem for problem, _ in places],
         "seeds": [_seed(asking, *row) for row in places],
         "stops": encoded.stops,
+        "stop": [*asking.stop],
         "temperature": asking.temperature,
         "max_new_tokens": asking.max_new_tokens,
         "max_model_len": max(map(len, encoded.prompts)) + asking.max_new_tokens,
@@ -52,7 +53,11 @@ def ask_vllm(place: Path, asking: Asking, server: ServerConfig, log: Path) -> An
     with tempfile.TemporaryDirectory(prefix="eval-vllm-") as folder, Worker(Path(folder), server, log) as worker:
         if asking.episodes is None:
             answer = worker.ask(request)
-            made = [finish(encoded.tokenizer, row, encoded.stops, asking.max_new_tokens) for row in answer["rows"]]
+            given = encoded.stops, asking.max_new_tokens, encoded.texts
+            made = [
+                finish(encoded.tokenizer, row, *given, encoded.prompts[problem])
+                for row, (problem, _) in zip(answer["rows"], places, strict=True)
+            ]
         else:
             made, answer = _play(worker, request, encoded, asking)
     log.unlink()

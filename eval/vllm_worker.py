@@ -50,7 +50,8 @@ def _engine(request: dict) -> Any:
         dtype="auto",
         generation_config="vllm",  # none of the checkpoint's own sampling defaults
         max_model_len=request["max_model_len"],
-        skip_tokenizer_init=True,  # token ids in, token ids out: the template is applied on our side
+        # Token ids in, token ids out: the template is applied on our side. Only stop texts are searched in text.
+        skip_tokenizer_init=not request["stop"],
         seed=0,
         **size,
     )
@@ -65,8 +66,9 @@ def _complete(engine: Any, request: dict) -> dict[str, Any]:
             max_tokens=request["max_new_tokens"],
             seed=seed,
             stop_token_ids=request["stops"],
+            stop=request["stop"],
             ignore_eos=True,  # ignore the tokenizer's own end token: `stops` are all that the model stops at
-            detokenize=False,
+            detokenize=bool(request["stop"]),
         )
         for seed in request["seeds"]
     ]

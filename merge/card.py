@@ -61,6 +61,7 @@ RECIPE = (
     "rollout.temperature",
     "rollout.max_prompt_length",
     "rollout.max_completion_length",
+    "rollout.stop",
     "reward.functions",
     "reward.weights",
     "policy.quantization",
@@ -83,7 +84,7 @@ DATA: tuple[str, ...] = (
     "answer_format",
     "system_prompt",
 )
-DATA = (*DATA, "prompt_suffix", "chat_template_kwargs", "max_train_problems")
+DATA = (*DATA, "format", "prompt_suffix", "chat_template_kwargs", "max_train_problems")
 METRICS: tuple[str, ...] = (
     "reward",
     "reward_std",
@@ -177,6 +178,7 @@ def render(run: RunDir, manifest: dict) -> str:
         if has_data(config)
         else "",
         training(run, manifest) if manifest["policy"] == "grpo" else "",
+        serving(manifest),
         checks(config, manifest),
         evaluation(run, manifest),
         software(facts, manifest),
@@ -235,7 +237,7 @@ def recipe(config: dict) -> tuple[str, ...]:
 
 def settings(config: dict, keys: Iterable[str]) -> list[tuple[str, str]]:
     """Rows for those of `keys` that are set."""
-    return [(key, code(value)) for key in keys if (value := look_up(config, key)) not in (None, "", {})]
+    return [(key, code(value)) for key in keys if (value := look_up(config, key)) not in (None, "", {}, [])]
 
 
 def code(value: Any) -> str:
@@ -315,6 +317,17 @@ def origin(config: dict, base: dict, manifest: dict) -> str:
         rows += [("chat template", f"the model's, with the training's arguments as defaults: {code(arguments)}")]
     rows += [("license", "that of the base model")]
     return table("## Made from", ("what", "value"), rows)
+
+
+def serving(manifest: dict) -> str:
+    """What a server must be told to end completions where the policy did; empty without stop texts."""
+    if not (stop := manifest.get("stop")):
+        return ""
+    return (
+        f"## Serving\n\nCompletions end at the first of {code(stop)}, in training and evaluation. No file of the "
+        "checkpoint tells a server: send `stop` with every request, and to vLLM `include_stop_str_in_output: true` to "
+        "keep the text in the answer. With transformers pass `stop_strings` and `tokenizer` to `generate`."
+    )
 
 
 def training(run: RunDir, manifest: dict) -> str:

@@ -39,6 +39,7 @@ class Merge:
         self.adapter, self.adapter_facts = self._find_adapter()
         self.trained = find_trained(self.run, self.adapter or arguments.adapter)
         self.template_arguments = arguments_of(self.run.config())
+        self.stop = (self.run.config().get("rollout") or {}).get("stop")  # missing in runs of earlier versions
         # argparse keeps the order of the command line, but bf16 comes first: the others are made from it.
         self.formats = [name for name in FORMATS if name in self._asked()]
         self._check_outputs()
@@ -113,6 +114,7 @@ class Merge:
         adapter = self.adapter_facts if policy == "grpo" else {"adapter_version": None, "adapter_hash": None}
         adapter |= {} if self.trained is None else self.trained.facts()
         adapter |= {"chat_template_kwargs": self.template_arguments} if self.template_arguments else {}
+        adapter |= {"stop": self.stop} if self.stop else {}
         return {"policy": policy, "into": self.into, "base_hash": self.info["hash"], **adapter, "promoted": False}
 
     def place(self, policy: str, name: str) -> Path:

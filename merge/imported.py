@@ -287,7 +287,7 @@ def _prompts(file: Path, data: DataConfig) -> Iterator[dict]:
         except json.JSONDecodeError as error:
             raise BadInput(f"--prompts {file}, line {number} is not JSON: {error}.") from None
         found = _logged(row) if isinstance(row, dict) else None
-        if found is None and isinstance(row, dict) and (prompt := prompt_of_row(data, row)) is not None:
+        if found is None and isinstance(row, dict) and (prompt := prompt_of_row(data, row, f"{file}:{number}")):
             found = {"prompt": prompt, "completion": ""}
         if found is None:
             raise BadInput(

@@ -310,7 +310,7 @@ def _held_out_prompts(run: RunDir, tokenizer: Any) -> list[str]:
     settings = DataConfig(**{key: value for key, value in data.items() if key in known})
     prompts: list[str] = []
     for row in itertools.islice(rows_in(file), SEQUENCES):
-        if (messages := prompt_of_row(settings, row)) is not None:
+        if (messages := prompt_of_row(settings, row, f"a row of {file}")) is not None:
             prompts.append(as_prompt(values, messages, tokenizer))
     return prompts
 

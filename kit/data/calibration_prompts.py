@@ -2,7 +2,8 @@
 
 `policy.quant_calib_data: train` uses the run's own training prompts, evenly spread over the split. A path is a jsonl
 file; each row has a `text` that is used verbatim, a `prompt` (text, or chat messages) or the question column of
-`data`. A file that contains a held-out problem is refused. Everything is checked before any weight is loaded.
+`data`; with `data.format` that function makes the prompt of a row without `text`. A file that contains a held-out
+problem is refused. Everything is checked before any weight is loaded.
 """
 
 from collections.abc import Sequence
@@ -84,10 +85,14 @@ def _read(path: Path, config: Config) -> list[str | list[dict]]:
 
 
 def _prompt(place: "Row", config: Config) -> str | list[dict]:
-    from kit.data.problems import Problem, chat_messages
+    from kit.data.problems import Problem, chat_messages, prompt_of_row
 
     if (row := place.value) is None:
         raise ValueError(place.error)
+    if config.data.format is not None and "text" not in row:
+        if (made := prompt_of_row(config.data, row, place.source)) is None:
+            raise ValueError(f"data.format {config.data.format!r} makes none of it")
+        return made
     key = next((key for key in ("text", "prompt", config.data.question_column) if key in row), None)
     if key is None:
         raise ValueError(f"it has {', '.join(map(str, row))[:80] or 'no keys'}")

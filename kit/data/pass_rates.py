@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Keys of the configuration that decide how often a problem is solved; those of TASK decide what solving it means.
 SAMPLING: tuple[str, ...] = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_completion_length")
 SAMPLING += ("data.system_prompt", "data.prompt_suffix", "data.chat_template_kwargs", "policy.init_adapter")
+SAMPLING += ("rollout.stop",)
 TASK: tuple[str, ...] = ("reward.functions", "reward.weights", "reward.options")
 TASK += ("environment.factory", "environment.options", "environment.tools", "environment.max_turns")
 COMMAND = "python -m recipes.pass_rates --config …"

@@ -3,8 +3,8 @@
 Reads jsonl (also gzipped), json, csv, tsv and parquet files, a directory with one file per split, data sets written by
 `datasets` with `save_to_disk` (a `Dataset`, or a `DatasetDict` for a directory of splits), and hub datasets. An
 unusable row is reported by file and line; `data.max_bad_fraction` sets how many of them a run accepts. A question is
-text, or a conversation of chat messages that ends with the user's. Imports no torch and no transformers, so
-`--dry_run` and the eval tool can use it.
+text, or a conversation of chat messages that ends with the user's; a function of the user's may make it of the whole
+row (`own_format.py`). Imports no torch and no transformers, so `--dry_run` and the eval tool can use it.
 """
 
 import csv
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kit.core.chat import question_messages, token_ids
 from kit.core.errors import BadInput
+from kit.data.own_format import KEY, Formatter, load_format
 from reward import is_own
 from reward.answer import boxed_answer, hash_answer
 from reward.code_gold import FORMATS as CODE_FORMATS
@@ -71,11 +72,13 @@ class LoadReport:
     rows: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
     duplicates: list[str] = field(default_factory=list)
+    skipped: int = 0  # rows for which `data.format` returned None
     taken: str = ""  # the columns that were recognized instead of the default ones
 
     def summary(self) -> str:
         """One line for the log."""
         counts = f"{self.rows:,} rows, {len(self.bad):,} bad, {len(self.duplicates):,} repeated questions"
+        counts += f", {self.skipped:,} skipped by data.format" if self.skipped else ""
         return f"{counts}, {self.taken}" if self.taken else counts
 
 
@@ -121,14 +124,17 @@ def read_problems(
     problems: list[Problem] = []
     seen: dict[str, Problem] = {}  # by question, or messages as JSON
     repeats: Counter[str] = Counter()
-    columns_checked = False
+    columns_checked, own = False, load_format(data)
     for row in split_rows(data, split):
         report.rows += 1
         if row.value is not None and not columns_checked:
             data, report.taken = _recognized(row.value, data)
             _check_columns(row, data)
             columns_checked = True
-        problem, error = _problem(row, data)
+        problem, error = _problem(row, data, own)
+        if problem is None and not error:
+            report.skipped += 1
+            continue
         if problem is None:
             report.bad.append((row.source, error))
             continue
@@ -223,14 +229,11 @@ def chat_messages(data: "DataConfig", problem: Problem) -> list[dict]:
     return [*asked[:-1], *before, asked[-1]]
 
 
-def prompt_of_row(data: "DataConfig", row: dict) -> list[dict] | None:
-    """The chat prompt of a row without regard to its answer; None if it has no question."""
+def prompt_of_row(data: "DataConfig", row: dict, source: str) -> list[dict] | None:
+    """The chat prompt of the row at `source` without regard to its answer; None if it has no question."""
     data = _recognized(row, data)[0]
-    columns = _question_columns(row, data.question_column)
-    if any(column not in row for column in columns):
-        return None
-    question, messages, error = _question([row[column] for column in columns], data)
-    return None if error else chat_messages(data, Problem("", question, "", "", messages))
+    question, messages, error = _asked(Row(source, row), data, load_format(data))
+    return None if error or not question else chat_messages(data, Problem("", question, "", "", messages))
 
 
 def to_dataset(problems: list[Problem], data: "DataConfig") -> "datasets.Dataset":
@@ -309,18 +312,14 @@ def drop_long(
     return kept, dropped
 
 
-def _problem(row: Row, data: "DataConfig") -> tuple[Problem | None, str]:
-    """The problem of a row, or None and the reason."""
+def _problem(row: Row, data: "DataConfig", own: Formatter | None) -> tuple[Problem | None, str]:
+    """The problem of a row, or None and the reason, which is empty if the user's function `own` skips the row."""
     if row.value is None:
         return None, row.error
-    question_columns = _question_columns(row.value, data.question_column)
-    for column in question_columns:
-        if column not in row.value:
-            return None, f"no column {column!r}"
     if data.answer_column is not None and not _has(row.value, data.answer_column):
         return None, f"no column {data.answer_column!r}"
-    question, messages, error = _question([row.value[column] for column in question_columns], data)
-    if error:
+    question, messages, error = _asked(row, data, own)
+    if error or not question:
         return None, error
     answer = "" if data.answer_column is None else _value(row.value, data.answer_column)
     if data.answer_format in CODE_FORMATS:
@@ -339,6 +338,19 @@ def _problem(row: Row, data: "DataConfig") -> tuple[Problem | None, str]:
     asked = question if messages is None else messages
     digest = hashlib.blake2b(json.dumps([asked, gold]).encode(), digest_size=8).hexdigest()
     return Problem(digest, question, gold, row.source, messages, row.value), ""
+
+
+def _asked(row: Row, data: "DataConfig", own: Formatter | None) -> tuple[str, list[dict] | None, str]:
+    """(question, its messages if it is a conversation, error text) of a row; all empty if `own` skips it."""
+    if own is not None:
+        if (made := own(row.source, row.value)) is None:
+            return "", None, ""
+        question, messages, error = _question([made], data)
+        return question, messages, error and f"{KEY} {own.name!r}: {error}"
+    columns = _question_columns(row.value, data.question_column)
+    if missing := [column for column in columns if column not in row.value]:
+        return "", None, f"no column {missing[0]!r}"
+    return _question([row.value[column] for column in columns], data)
 
 
 def _question(parts: list, data: "DataConfig") -> tuple[str, list[dict] | None, str]:
@@ -407,7 +419,7 @@ def _recognized(row: dict, data: "DataConfig") -> tuple["DataConfig", str]:
         ("question_column", "questions", KNOWN_QUESTIONS),
         ("answer_column", "answers", KNOWN_ANSWERS),
     ):
-        if defaults[key] in row:
+        if defaults[key] in row or (key == "question_column" and data.format is not None):
             continue
         if found := [name for name in known if _has(row, name)]:
             taken[key] = found[0]
@@ -671,7 +683,8 @@ def _as_row(source: str, value: Any) -> Row:
 
 def _check_columns(row: Row, data: "DataConfig") -> None:
     """Raise `BadInput` for a column that the first row lacks: that is a wrong name in the config, not a bad row."""
-    columns = [("question_column", name) for name in _question_columns(row.value, data.question_column)]
+    named = [] if data.format else _question_columns(row.value, data.question_column)
+    columns = [("question_column", name) for name in named]
     for key, name in (*columns, ("answer_column", data.answer_column)):
         if name is not None and not (name in row.value if key == "question_column" else _has(row.value, name)):
             raise BadInput(
@@ -689,6 +702,8 @@ def _nearest(name: str, known: list[str]) -> str:
 def _check_bad(report: LoadReport, data: "DataConfig", split: str) -> None:
     if not report.rows:
         raise BadInput(f"the {split} split has no rows.")
+    if report.skipped == report.rows:
+        raise BadInput(f"data.format {data.format!r} skipped each of {report.rows:,} rows of the {split} split.")
     bad = len(report.bad)
     if bad == report.rows or bad > data.max_bad_fraction * report.rows:
         places = "".join(f"\n  {source}: {error}" for source, error in report.bad[:SHOWN])

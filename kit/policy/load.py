@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.core.chat import check_template, model_stop_tokens, question_messages
+from kit.core.chat import check_template, model_stop_tokens, question_messages, render
 from kit.core.config import expert_rules
 from kit.core.config.schema import Config, PolicyConfig
 from kit.core.config.sharding_rules import announced
@@ -26,6 +26,7 @@ from kit.core.run_directory import (
     write_json,
     write_manifest,
 )
+from kit.policy import stop_texts
 from kit.policy.adapter_files import (
     PREFIX,
     WEIGHTS,
@@ -189,6 +190,7 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
     probe = question_messages("2 + 40?", config.data.system_prompt, config.data.prompt_suffix)
     check_template(tokenizer, probe, config.data.chat_template_kwargs)
     model_stop_tokens(source, tokenizer, config.data.chat_template_kwargs, config.model.revision)
+    stop_texts.check(tokenizer, config.rollout.stop, render(tokenizer, probe, config.data.chat_template_kwargs))
     for name in () if config.environment.is_given else ("response_template", "response_schema"):
         # With either, TRL (1.16) parses completions and strips the thinking from what rewards get; eval reads it all.
         if getattr(tokenizer, name, None) is not None:

@@ -83,8 +83,9 @@ class EpisodeTokens:
         """Token ids of a prompt, with the model's turn opened; raises `BadInput` if the template fails on it."""
         return self._ids(messages, tools=tools or None)  # some templates render an empty list of tools
 
-    def observation_ids(self, messages: list[Message]) -> list[int]:
-        """Token ids that follow a turn which ended with its stop token: the messages, and the next turn opened.
+    def observation_ids(self, messages: list[Message], is_closed: bool = True) -> list[int]:
+        """Token ids that follow a turn: the messages, and the next turn opened. If the turn is not `is_closed` by its
+        stop token, because it ended at a stop text, that token comes first.
 
         Raises `ValueError` if the template changes what comes before them.
         """
@@ -100,7 +101,7 @@ class EpisodeTokens:
         before = before[: ends[-1] + 1] if ends else before
         if whole[: len(before)] != before:
             raise ValueError("the chat template is not prefix-preserving")
-        return whole[len(before) :]
+        return whole[len(before) - (not is_closed and bool(ends)) :]
 
     def reply(self, ids: list[int], before: list[int], tools: list[dict] | None) -> Message:
         """The turn `ids` as a message, after the tokens `before`; text that is no valid call stays text."""

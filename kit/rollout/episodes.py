@@ -25,6 +25,7 @@ from kit.core.progress import beat
 from kit.environments.episode import Environment, Episode, Message, UnknownEpisode
 from kit.environments.event_loop import EventLoop
 from kit.environments.tools import in_thread
+from kit.policy.stop_texts import StopTexts
 from kit.rollout.episode_tokens import EpisodeTokens
 from kit.rollout.policy_view import Report, Rollouts
 
@@ -33,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class Turn(NamedTuple):
-    """A turn of the model, its stop token included. `logps` of the sampler; None if the policy itself sampled."""
+    """A turn of the model, with the token that ended it. `logps` of the sampler; None if the policy itself sampled."""
 
     token_ids: list[int]  # at least one
     logps: list[float] | None
@@ -120,6 +121,7 @@ class EpisodeRunner:
     def __init__(self, environment: Environment, tokens: EpisodeTokens, config: Config):
         self.environment, self.tokens = environment, tokens
         self.limits, self.rollout = config.environment, config.rollout
+        self.stop_texts = StopTexts(tokens.tokenizer, config.rollout.stop)
         self._loop: EventLoop | None = None
         # Parsing and rendering hundreds of turns takes seconds; on the loop, their tools would be out of time.
         self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="episode-texts")
@@ -181,10 +183,11 @@ class EpisodeRunner:
         longest, limits = self.rollout.max_completion_length, self.limits
         while (room := longest - len(result.completion_ids)) > 0:
             before = result.prompt_ids + result.completion_ids
-            turn = await sampler.turn(number, before, min(room, limits.max_turn_tokens or room))
+            most = min(room, limits.max_turn_tokens or room)
+            turn = await sampler.turn(number, before, most)
             reply = await self._off_loop(self.tokens.reply, turn.token_ids, before, episode.tools)
             result.add_turn(turn, reply)
-            if turn.token_ids[-1] not in stops:
+            if not self.stop_texts.has_ended(before, turn.token_ids, most, stops):
                 await self._timed(result, episode.cut_off(reply))
                 return LENGTH
             answer = await self._timed(result, episode.respond(reply))
@@ -192,7 +195,7 @@ class EpisodeRunner:
                 return DONE
             if result.turns == limits.max_turns:
                 return TURNS
-            answer, ids = await self._off_loop(self._rendered, answer)
+            answer, ids = await self._off_loop(self._rendered, answer, turn.token_ids[-1] in stops)
             if len(result.completion_ids) + len(ids) > longest:
                 return LENGTH
             result.add_answer(ids, answer)
@@ -201,12 +204,12 @@ class EpisodeRunner:
     async def _off_loop(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._texts, function, *arguments)
 
-    def _rendered(self, answer: list[Message]) -> tuple[list[Message], list[int]]:
-        """The answer, cut to its limit, and its token ids."""
+    def _rendered(self, answer: list[Message], is_closed: bool) -> tuple[list[Message], list[int]]:
+        """The answer, cut to its limit, and its token ids; `is_closed`: the turn before ended with a stop token."""
         most, longest = self.limits.max_observation_tokens, self.rollout.max_completion_length
         answer = [self.tokens.cut(message, most, longest) for message in answer]
         try:
-            return answer, self.tokens.observation_ids(answer)
+            return answer, self.tokens.observation_ids(answer, is_closed)
         except ValueError:
             roles = ", ".join(message["role"] for message in answer)
             raise CheckFailed(

@@ -71,6 +71,7 @@ class Generation:
                 prompt,
                 **sampling,
                 stop_token_ids=self.stop,
+                stop=rollout.stop,
                 session=self.session,
                 version=self.version,
                 routing=has_experts,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 if TYPE_CHECKING:
     import numpy as np
 
-PROTOCOL = 1
+PROTOCOL = 2
 PREFIX = "/v1/rollout"  # below /v1, so vLLM's API key guards it
 # Route -> HTTP method.
 ROUTES = {"info": "GET"} | dict.fromkeys(
@@ -32,7 +32,8 @@ TENSORS = "base_model.model."  # then layer.lora_A.weight, layer.lora_B.weight
 
 
 class Sampling(TypedDict):
-    """Fields of a generate request that say how to sample; `stop_token_ids` is optional."""
+    """Fields of a generate request that say how to sample; `stop_token_ids` and `stop`, the stop texts, are
+    optional."""
 
     n: int
     max_tokens: int

@@ -134,6 +134,7 @@ class Replica:
         stop_token_ids: list[int],
         session: str | None,
         version: int | None,
+        stop: Sequence[str] = (),
         routing: bool = False,
         **sampling: Unpack[Sampling],
     ) -> tuple[int | None, list[Sample]]:
@@ -141,6 +142,7 @@ class Replica:
         experts that they took, too."""
         body = {"request_id": request_id, "token_ids": encode_ids(token_ids), **sampling}
         body |= {"stop_token_ids": stop_token_ids, "session": session, "version": version}
+        body |= {"stop": [*stop]} if stop else {}
         body |= {"routing": True} if routing else {}
         # On a connection of its own: an episode's turns may be as far apart as the server's limit on idle ones, which
         # would be closed just as a request is sent.

@@ -22,6 +22,7 @@ from kit.core.config.schema import Config
 from kit.core.errors import CheckFailed
 from kit.core.installed import installed_versions
 from kit.core.run_directory import RunDir, write_json
+from kit.data.own_format import format_hash
 from kit.environments.load import source_hashes
 from reward import function_of, is_own
 from reward.own import imported, source_hash
@@ -86,6 +87,7 @@ def write_config(config: Config, run: RunDir, processes: int) -> None:
             "code_sandbox": code_sandbox(config),
             "own_rewards": {name: source_hash(function_of(name)) for name in config.reward.functions if is_own(name)},
             **({"own_loss": source_hash(imported(config.train.loss, "train.loss"))} if config.train.loss else {}),
+            **format_hash(config),
             **({"own_environment": source_hashes(config)} if config.environment.is_given else {}),
             "git_revision": git_revision(),
             "seed": config.run.seed,

@@ -448,6 +448,7 @@ def read_task(config: Config, run: RunDir, processes: int, dry_run: bool) -> Tas
 
     Resolves `train.recompute: auto` in `config`.
     """
+    from kit.data.own_format import check_format
     from kit.environments.load import load_environment
     from kit.policy.load import load_tokenizer
     from kit.train.data_order import check_problems
@@ -461,6 +462,7 @@ def read_task(config: Config, run: RunDir, processes: int, dry_run: bool) -> Tas
     rewards, weights = load_rewards(config, run, environment is not None, processes)
     tokenizer = load_tokenizer(config)
     runner = make_runner(config, environment, tokenizer) if environment else None
+    check_format(config, run)
     dataset, _ = load_data(config, tokenizer, processes, runner)
     check_problems(run, dataset)
     owns_reward = environment is not None and environment.owns_reward

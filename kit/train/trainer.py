@@ -49,6 +49,8 @@ from kit.policy.quantized_linear import (
 from kit.policy.recompute import use_recompute
 from kit.policy.routing import use_routing
 from kit.policy.sharding import gather_adapter, prepare
+from kit.policy.stop_texts import StopTexts
+from kit.policy.stopping import StopCriterion, stopping
 from kit.rollout.episodes import EpisodeRunner, rollouts_of
 from kit.rollout.overlap import Batches, Lookahead
 from kit.rollout.policy_view import AheadSampler, EpisodeSampler, Report, Rollouts, Sampler
@@ -348,6 +350,7 @@ class PolicyTrainer(GRPOTrainer):
         self.add_callback(FiniteAdapter())
         if episodes is not None:
             self.episodes = EpisodeSteps(episodes, config)
+        self.stop_texts = StopTexts(self._tokenizer, config.rollout.stop)
         self.sampler: Sampler = rollout or self._own_sampler(episodes)
         self.policy_step = self._make_step(loss)
         self._lookahead = Lookahead()
@@ -366,7 +369,9 @@ class PolicyTrainer(GRPOTrainer):
     def _own_sampler(self, episodes: EpisodeRunner | None) -> OwnSampler:
         def generate(prompt_ids: list[list[int]], group: int, max_tokens: int) -> list[list[int]]:
             self.generation_config.max_new_tokens = max_tokens
-            return self._generate_single_turn(prompt_ids, None, {}, group)[0]
+            criterion = StopCriterion(self.stop_texts, prompt_ids, self.eos_token_ids)
+            with stopping(self.policy.unwrapped.get_base_model(), criterion):
+                return criterion.cut(self._generate_single_turn(prompt_ids, None, {}, group)[0])
 
         rows = self.args.generation_batch_size // self.accelerator.num_processes
         say = self.recorder.say if self.recorder else None
@@ -511,7 +516,8 @@ class PolicyTrainer(GRPOTrainer):
         rewards = self._calculate_rewards(rows, prompts, completions, made.token_ids)  # (N, functions)
         if episodes is not None:
             self.episodes.close(episodes)
-        drawn = Drawn(problem_ids, prompts, prompt_ids, made, self._truncated(made), completions, rewards)
+        truncated = self._truncated(prompt_ids, made)
+        drawn = Drawn(problem_ids, prompts, prompt_ids, made, truncated, completions, rewards)
         return replace(drawn, versions=[made.version] * len(rows), old_logps=[None] * len(rows))
 
     @property
@@ -576,12 +582,13 @@ class PolicyTrainer(GRPOTrainer):
         prompt_ids = self._token_ids([row["prompt"] for row in ahead]) if ahead else []
         return cast(AheadSampler, self.sampler).begin(self.policy, prompt_ids)
 
-    def _truncated(self, made: Rollouts) -> list[bool]:
+    def _truncated(self, prompt_ids: list[list[int]], made: Rollouts) -> list[bool]:
         """Which completions were cut at their token limit."""
         if made.episodes is not None:
             return [one.is_truncated for one in made.episodes]
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        return [ids[-1] not in ends for ids in made.token_ids]
+        most, rows = self.config.rollout.max_completion_length, zip(prompt_ids, made.token_ids, strict=True)
+        return [not self.stop_texts.has_ended(prompt, ids, most, ends) for prompt, ids in rows]
 
     def _token_ids(self, prompts: list[list[dict]]) -> list[list[int]]:
         return self._tokenize_prompts(copy.deepcopy(prompts))[0]  # TRL prepares messages in place

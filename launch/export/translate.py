@@ -282,6 +282,8 @@ def _rollout(config: Config, found: Translation) -> None:
         f"{ROLLOUT}.val_kwargs.do_sample": config.eval.temperature > 0,
         f"{ROLLOUT}.val_kwargs.n": config.eval.samples,
     }
+    if rollout.stop:
+        found.notes.append(f"rollout.stop {rollout.stop} is lost: verl's completions go on to a stop token.")
     if rollout.backend != "server":
         found.notes.append("Rollouts come from vLLM in BF16; here the policy samples in the trainer's own process.")
         return

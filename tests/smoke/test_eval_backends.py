@@ -301,6 +301,10 @@ def test_a_real_server_is_told_from_one_with_another_template_and_gives_the_same
         1,
     )
     assert "refused" not in result["cell"]["engine_facts"]
+    stop = ["--rollout.stop", '["oxe", "{"]', "--out", str(run.path / "stopped")]
+    assert main([*arguments, *stop]) == 1  # out of the gate's limits: no answer is whole
+    assert {*completions(run.path / "stopped", "endpoint-grpo-bf16")} == {"\\boxe"}
+    assert read_json(run.path / "stopped" / "endpoint.json")["cell"]["end_of_turn_rate"] == 1
     other = shutil.copytree(run.merged / "grpo" / "bf16", run.path / "other")
     template = CHAT_TEMPLATE.replace("assistant\n", "assistant:")
     assert template != CHAT_TEMPLATE and (other / "chat_template.jinja").is_file()

@@ -264,6 +264,23 @@ def test_truncated_completions_are_counted(tmp_path, build_trainer, recipe_argum
     assert row["completion_tokens"] == sum(map(len, completions))
 
 
+def test_a_stop_text_ends_completions_which_are_learned_and_not_truncated(
+    tmp_path, build_trainer, recipe_arguments, learning_model_dir, read_jsonl
+):
+    changes = {"train.max_steps": 1, "rollout.max_completion_length": 14, "rollout.stop": '["=", "+"]'}
+    changes |= {"train.mask_truncated": True}
+    trainer = build_trainer(recipe_arguments(learning_model_dir, tmp_path / "run", changes))
+    _, completions = watched_step(trainer)
+    tokenizer = trainer.processing_class
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    stopped = [text[-1:] in ("=", "+") for text in texts]
+    assert sum(stopped) > 4 and not any("=" in text[:-1] or "+" in text[:-1] for text in texts)
+    whole = [stop or tokenizer.eos_token_id in ids for stop, ids in zip(stopped, completions, strict=True)]
+    row = read_jsonl(trainer.run.metrics_file)[0]
+    assert row["truncated_fraction"] == pytest.approx(1 - sum(whole) / 16)
+    assert row["completion_tokens"] == sum(map(len, completions)) and row["kl"] is not None
+
+
 def test_what_no_token_tells_is_null(tmp_path, build_trainer, recipe_arguments, learning_model_dir, read_jsonl):
     changes = {"train.max_steps": 1, "rollout.max_completion_length": 1, "train.mask_truncated": True}
     trainer = build_trainer(recipe_arguments(learning_model_dir, tmp_path / "run", changes))

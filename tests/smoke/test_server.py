@@ -17,8 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.policy.stop_texts import StopTexts
 from kit.rollout.canary import read_canary
 from kit.rollout.replica import Replica, ReplicaError
 from tests import processes
@@ -92,6 +94,11 @@ class Served:
         with contextlib.suppress(ReplicaError):
             return bool(self.replica.info(timeout_s=30))
         return False
+
+    def serve(self, run: RunDir, session: str, version: int) -> None:
+        where = {"way": "adapter", "run": "by-hand", "session": session, "base_hash": read_json(run.base_file)["hash"]}
+        self.replica.stage(version=version, path=run.adapter_dir(version), **where)
+        self.replica.activate(session, version)
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -185,27 +192,42 @@ def test_a_second_turn_after_a_sync_reads_nothing_that_the_version_before_comput
     """The turn before it, and the answer behind that, are in the cache under the name of the version before."""
     rng = np.random.default_rng(1)
     prompt, observation = (rng.integers(3, 300, length).tolist() for length in (2 * BLOCK - 8, 9))
-    base_hash = read_json(served_run.base_file)["hash"]
-
-    def serve(version: int) -> None:
-        where = {"way": "adapter", "run": "by-hand", "session": "turns", "base_hash": base_hash}
-        served.replica.stage(version=version, path=served_run.adapter_dir(version), **where)
-        served.replica.activate("turns", version)
 
     def turn(ids: list[int], version: int, n: int = 1) -> list:
         chosen = {"max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
         return served.replica.generate("by-hand", ids, n=n, **chosen, session="turns", version=version)[1]
 
-    serve(2)
+    served.serve(served_run, "turns", 2)
     context = [*prompt, *turn(prompt, 2)[0].token_ids.tolist(), *observation]
     turn(context, 2)
-    serve(4)
+    served.serve(served_run, "turns", 4)
     for _ in range(2):  # into the cache, and out of it
         samples = turn(context, 4, n=4)
         # vLLM scores given tokens without its prefix cache.
         scored = served.replica.score([context + one.token_ids.tolist() for one in samples], "turns", 4)
         tails = [one[-len(sample.token_ids) :] for one, sample in zip(scored, samples, strict=True)]
         assert np.array_equal(np.concatenate([one.logprobs for one in samples]), np.concatenate(tails))
+
+
+def test_the_server_ends_completions_where_the_trainer_would(served_run, served, dequantized):
+    tokenizer = AutoTokenizer.from_pretrained(dequantized)
+    served.serve(served_run, "stops", 4)
+    chosen = {"max_tokens": 24, "temperature": 1.5, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
+    name = {"session": "stops", "version": 4}
+    prompts = [[5, 6, 7], tokenizer("12+", add_special_tokens=False)["input_ids"]]
+    ended = set()
+    for stop in (["="], ["1", "+ "], ["2=", "ab", "="], ["\\boxed{"]):
+        texts = StopTexts(tokenizer, stop)
+        for prompt in prompts:
+            _, samples = served.replica.generate("stops", prompt, n=8, stop=stop, **chosen, **name)
+            for one in samples:
+                ids = one.token_ids.tolist()
+                length = texts.length(prompt, ids)
+                assert length in (None, len(ids)) and len(one.logprobs) == len(ids)
+                is_whole = length is not None or ids[-1] == tokenizer.eos_token_id
+                assert (one.finish_reason == "stop") is is_whole and (is_whole or len(ids) == 24)
+                ended.add((is_whole, length is not None))
+    assert {(True, True), (True, False)} <= ended
 
 
 def test_the_next_batch_is_generated_behind_the_update(

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
-from kit.rollout.protocol import PREFIX, decode_ids, encode_floats, encode_ids
+from kit.rollout.protocol import PREFIX, PROTOCOL, decode_ids, encode_floats, encode_ids
 
 SHIFT = 0.2  # nats a token that one adapter version is away from the one before
 
@@ -48,7 +48,7 @@ class FakeReplica(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.connections: list[socket.socket] = []
         self.info = {
-            **{"protocol": 1, "vllm": "0.31.0", "model": "models/bases/tiny", "base_hash": "ab" * 32},
+            **{"protocol": PROTOCOL, "vllm": "0.31.0", "model": "models/bases/tiny", "base_hash": "ab" * 32},
             **{
                 "weights": "fp8_per_channel",
                 "kv_cache": "auto",

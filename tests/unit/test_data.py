@@ -397,8 +397,8 @@ def test_a_conversation_is_asked_as_it_is_with_the_suffix_at_its_end(tmp_path):
     dataset = to_dataset(problems, data)
     assert dataset[0]["prompt"] == [*TALK[:3], last] and dataset[0]["question"] == TALK
     for row, problem in zip(rows, problems, strict=True):
-        assert prompt_of_row(data, row) == chat_messages(data, problem)
-    assert prompt_of_row(data, {"answer": "1"}) is None
+        assert prompt_of_row(data, row, "") == chat_messages(data, problem)
+    assert prompt_of_row(data, {"answer": "1"}, "") is None
 
 
 def test_conversations_that_differ_in_one_message_are_different_problems(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from kit.rollout.protocol import decode_floats, decode_ids, encode_ids
+from kit.rollout.protocol import PROTOCOL, decode_floats, decode_ids, encode_ids
 from kit.rollout.server import endpoint, versions
 from kit.rollout.server.private_files import PREFIX, PrivateFiles
 from tests.unit.fake_engine import (
@@ -68,7 +68,7 @@ def test_servers_that_would_not_share_the_version_do_not_start(base, argument):
 
 def test_info_says_what_is_held_and_which_ways_work(server):
     info = server.info()
-    assert (info["protocol"], info["base_hash"], info["served"], info["damaged"]) == (1, HASH, None, None)
+    assert (info["protocol"], info["base_hash"], info["served"], info["damaged"]) == (PROTOCOL, HASH, None, None)
     assert (info["sync"], info["modules"], info["max_lora_rank"]) == (["adapter", "remerge"], sorted(LAYERS), 8)
     assert (info["vocab_size"], info["max_num_seqs"], info["tensor_parallel"], info["pid"]) == (300, 8, 2, os.getpid())
     server.info()
@@ -109,6 +109,9 @@ def test_samples_come_in_order_as_bits_and_a_nan_stays_one(server):
         assert sample["finish_reason"] == "stop"
     (params,) = server.engine.params
     assert (params.n, params.max_tokens, params.stop_token_ids, params.logprobs) == (3, 4, [5], 0)
+    assert params.stop == []
+    assert server.post("generate", generate_body(stop=["</answer>", "END"]))[0] == 200
+    assert server.engine.params[-1].stop == ["</answer>", "END"]
 
 
 def test_a_sequence_has_a_score_for_every_token_but_its_first(server):
@@ -133,6 +136,8 @@ def test_a_sequence_has_a_score_for_every_token_but_its_first(server):
         ({"top_p": None}, "top_p must be a number"),
         ({"max_tokens": 30}, "Start it with 33"),
         ({"stop_token_ids": ["x"]}, "stop_token_ids"),
+        ({"stop": "x"}, "stop must be a list of texts"),
+        ({"stop": ["x", ""]}, "stop must be a list of texts"),
         ({"session": "s1"}, "session"),
     ],
 )

@@ -37,6 +37,26 @@ def test_an_episode_ends_at_its_limits(keys, turns, end):
     assert one.sampled[-1] == 1 and one.unknown is None
 
 
+def test_a_tool_call_that_ends_at_a_stop_text_is_parsed_and_closed_behind_it():
+    made = runner(factory=f"{HERE}:Counter", rollout__stop='["</tool_call>"]')
+    (closed,) = play(runner(factory=f"{HERE}:Counter"), [[ADD, "3" + END]])
+    (one,) = play(made, [[call("add", number=1), "3" + END]])
+    assert (one.end, one.turns, one.tool_calls, one.failures) == (DONE, 2, 1, {}) and one.messages == closed.messages
+    # The same tokens: the turn's stop token is the first of the answer, so it is not learned.
+    assert one.completion_ids == closed.completion_ids
+    end = made.tokens.tokenizer.eos_token_id
+    assert one.completion_ids.index(end) == one.sampled.index(0) and closed.sampled[one.sampled.index(0)] == 1
+    (last,) = play(made, [[call("add", number=1), "</tool_call>"]])
+    assert last.end == DONE and last.completion_ids[-1] != end, "nothing follows the last turn"
+
+
+def test_a_turn_is_whole_if_its_stop_text_ends_at_the_limit():
+    texts, most = [["1 2 STOP"]], len(tokenizer()("1 2 STOP")["input_ids"])
+    for stop, end in (("[STOP]", DONE), ("[STOPS]", LENGTH)):
+        made = runner(factory=f"{HERE}:Counter", rollout__stop=stop, max_turn_tokens=most)
+        assert play(made, texts)[0].end == end
+
+
 def test_a_turn_that_a_limit_cuts_off_is_given_to_the_episode_and_no_other_one(monkeypatch):
     cut = []
 

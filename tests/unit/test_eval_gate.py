@@ -296,6 +296,12 @@ def _other_problem(run):
             [],
             r"reward\.options was \{'math': \{'tolerance': 0\.5\}\}, it is \{\}\. .* --reward\.options '\{\"math\"",
         ),
+        (
+            lambda run: None,
+            ["--rollout.stop", '["</answer>"]'],
+            r"rollout\.stop was \[\], it is \['</answer>'\]\. Evaluate again: .* with --rollout.stop '\[\]'$",
+        ),
+        (lambda run: edit(run, "eval", "stop", value=["END"]), [], r"rollout\.stop was \['END'\], it is \[\]\."),
         (lambda run: None, ["--eval.max_problems", "3"], "eval.max_problems was 300, it is 3"),
         (lambda run: None, ["--rollout.max_completion_length", "99"], "eval.max_new_tokens was 256, it is 99"),
         (_tamper, [], "is damaged"),

@@ -71,6 +71,20 @@ def test_results_are_in_input_order_and_do_not_depend_on_the_batch(model, tokeni
         assert generate.generate(model, tokenizer, ask(), 12, batch_size=batch_size) == one_by_one
 
 
+def test_completions_end_at_the_first_stop_text_and_are_those_without_it_until_there(model, tokenizer):
+    plain = generate.generate(model, tokenizer, ask(), 12)
+    texts = [one.text[4:6] for one in plain[:3]]
+    made = generate.generate(model, tokenizer, ask(), 12, batch_size=2, stop=texts)
+    assert any(one.ended and not other.ended for one, other in zip(made, plain, strict=True))
+    for one, other in zip(made, plain, strict=True):
+        ends = [other.text.index(text) + len(text) for text in texts if text in other.text]
+        if not ends:
+            assert one == other
+            continue
+        assert one.text == other.text[: min(ends)] and one.ended and not one.hit_max_tokens
+        assert one.tokens < other.tokens or one.raw == other.raw
+
+
 def test_sampled_completions_do_not_depend_on_the_batch_but_on_seed_and_problem(model, tokenizer):
     def sample(batch_size, seed=3):
         return generate.generate(model, tokenizer, ask(), 12, batch_size=batch_size, temperature=1.0, seed=seed)

@@ -98,6 +98,9 @@ def test_what_differs_between_the_protocols_is_named_and_what_does_not_is_not(tm
     starts = [text.partition(":")[0] for text in theirs]
     assert starts == ["examples", "words", "answer (strict-match)", "answer (flexible-extract)", "stops"]
     assert "5 worked ones" in theirs[0] and "'Question:'" in theirs[-1]
+    stopping = measured(tmp_path)
+    stopping.result["eval"] = {"stop": ["END"]}
+    assert "; ours the model's stop tokens and 'END'" in differences(stopping, results, "kit_gsm8k")[-1]
     assert [text.partition(":")[0] for text in differences(own, results, "kit_problems")] == [
         "answer (boxed)",
         "answer (flexible-extract)",

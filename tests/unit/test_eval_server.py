@@ -182,6 +182,25 @@ def test_token_ids_of_the_server_are_read_as_those_of_the_other_engines(stub, pl
     assert (made[1].tokens, made[1].ended, made[1].hit_max_tokens) == (12, False, True)
 
 
+def test_stop_texts_are_sent_and_end_what_is_read_and_need_token_ids(stub, place):
+    ids = TOKENIZER("4<|endoftext|>2 and on", add_special_tokens=False)["input_ids"]
+    stub.answer = lambda request: (200, completion(request, choice("ignored", token_ids=ids)))
+    made = measure(stub, place, stop=["42"]).generations
+    assert {(one.text, one.raw, one.tokens, one.ended) for one in made} == {("42", "4<|endoftext|>2", 3, True)}
+    # A special token inside it must not hide a stop text from the server.
+    assert {(*one["stop"], one["skip_special_tokens"]) for one in stub.requests} == {("42", True)}
+    stub.answer = echo
+    with pytest.raises(BadInput, match=r"returns no token ids\. With rollout.stop a completion is judged"):
+        measure(stub, place, stop=["42"])
+    stub.answer = lambda request: (400, {"error": {"message": "Unrecognized request argument supplied: top_k"}})
+    with pytest.raises(BadInput, match=r"refuses the request's settings\. With rollout.stop"):
+        measure(stub, place, stop=["42"])
+    stub.requests.clear()
+    with pytest.raises(BadInput, match=r"holds the special token <\|endoftext\|>"):
+        measure(stub, place, stop=["4<|endoftext|>"])
+    assert not stub.requests
+
+
 def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_told(stub, place):
     seen = set()
 

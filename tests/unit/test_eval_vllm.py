@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import GenerationConfig
@@ -62,6 +63,36 @@ def test_every_sample_is_a_request_of_its_own_prompt_and_seed(worker, place, tmp
     assert [(made.raw, made.tokens, made.ended) for made in answers.generations] == [("<|im_start|>us", 3, True)] * 10
     assert (answers.engine, answers.dtype, answers.versions) == ("vllm", "bfloat16", {"vllm": "0.0"})
     assert not (tmp_path / "log").exists()
+
+
+def test_stop_texts_are_asked_for_and_end_what_is_read(worker, place, tmp_path):
+    file = worker(ANSWER)
+    answers = ask_vllm(place, Asking(ask(), 12, stop=["us"]), ServerConfig(), tmp_path / "log")
+    assert json.loads(file.with_name(f"{file.name}.json").read_text())["stop"] == ["us"]
+    # Of "<|im_start|>us" the text is "us", which its third token completes.
+    assert [(made.raw, made.tokens, made.ended) for made in answers.generations] == [("<|im_start|>us", 3, True)] * 5
+    answers = ask_vllm(place, Asking(ask(), 12, stop=["u"]), ServerConfig(), tmp_path / "log")
+    assert {(made.raw, made.tokens, made.ended) for made in answers.generations} == {("<|im_start|>u", 2, True)}
+
+
+@pytest.mark.parametrize("stop", [[], ["</answer>"]])
+def test_the_engine_has_a_tokenizer_and_decodes_only_to_find_stop_texts(monkeypatch, stop):
+    from eval import vllm_worker
+
+    made = []
+    note = lambda **given: made.append(given)  # noqa: E731
+    fake = SimpleNamespace(LLM=note, SamplingParams=note, __version__="0.0")
+    platform = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    request = {"stop": stop, "size": {}, "model": "m", "max_model_len": 9, "seeds": [1], "temperature": 1.0}
+    request |= {"max_new_tokens": 4, "stops": [2], "prompts": [[1]], "places": [0]}
+    vllm_worker._engine(request)
+    loaded = SimpleNamespace(model_config=SimpleNamespace(dtype="bfloat16"))
+    engine = SimpleNamespace(generate=lambda *_, **__: [], llm_engine=loaded)
+    vllm_worker._complete(engine, request)
+    assert made[0]["skip_tokenizer_init"] is not bool(stop)
+    assert (made[1]["stop"], made[1]["detokenize"]) == (stop, bool(stop))
 
 
 def test_seeds_hang_on_problem_and_sample_alone_and_greedy_needs_none(worker, place, tmp_path):

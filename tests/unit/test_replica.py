@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kit.core.tokenizer_hash import tokenizer_hash
-from kit.rollout.protocol import decode_floats, decode_ids, encode_floats, encode_ids
+from kit.rollout.protocol import PROTOCOL, decode_floats, decode_ids, encode_floats, encode_ids
 from kit.rollout.replica import Replica, ReplicaError, is_loopback, is_tested_vllm
 from tests.unit.fake_replica import FakeReplica
 
@@ -164,7 +164,7 @@ def test_only_generation_and_the_first_stage_may_take_longer_than_a_change(fake,
 @pytest.mark.parametrize("answer", [{"samples": 3}, {"version": 1}, {"version": 1, "samples": [{"token_ids": "?"}]}])
 def test_an_answer_that_is_not_of_the_protocol_is_final(fake, answer):
     fake.before["generate"] = lambda body: answer
-    with pytest.raises(ReplicaError, match="the answer is not of protocol 1") as failed:
+    with pytest.raises(ReplicaError, match=f"the answer is not of protocol {PROTOCOL}") as failed:
         Replica(fake.url, 5).generate("r", [1], **ONE, session="s", version=1)
     assert not failed.value.retry
 
@@ -196,7 +196,7 @@ def test_the_api_key_of_the_environment_is_sent(fake, monkeypatch):
 
 def test_a_proxy_of_the_environment_does_not_catch_the_rollouts(fake, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    assert Replica(fake.url, 5).info()["protocol"] == 1
+    assert Replica(fake.url, 5).info()["protocol"] == PROTOCOL
 
 
 class Tokenizer:

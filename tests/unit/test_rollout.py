@@ -101,7 +101,7 @@ def assert_complete(answers: list, prompts: int = 8) -> None:
         ({"modules": LINEARS[:1]}, [], r"1 of the 2 layers with an adapter .*up_proj"),
         ({"damaged": "its weights are of no version."}, [], "of no version"),
         ({}, ["--server.sleep=true"], "server.sleep is true and it was started without"),
-        ({"protocol": 2}, [], "speaks protocol 2"),
+        ({"protocol": 1}, [], "speaks protocol 1"),
         ({"weights": "bf16"}, [], r"its weights is bf16, server\.weights says fp8_per_channel\. Restart it"),
         ({}, ["--server.weights=bf16", "--model.dtype=bfloat16"], r"fp8_per_channel, server\.weights says bf16"),
         ({"kv_cache": "fp8_e4m3"}, [], r"its kv_cache is fp8_e4m3, server\.kv_cache says auto\."),

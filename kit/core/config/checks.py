@@ -53,6 +53,7 @@ def check_config(config: Config, processes: int) -> None:
         *_servers(config),
         *share_rules.faults(config, processes),
         *rollout_rules.overlap_faults(config),
+        *rollout_rules.stop_faults(config.rollout.stop),
         *_kept_weights(config, sharding_rules.announced()),
         *optimizer_rules.faults(config),
         *format_names.faults(config),
@@ -222,6 +223,11 @@ def _lists(config: Config) -> list[str]:
         found.append(f"eval.gate.format ({config.eval.gate.format}) is not in eval.formats {config.eval.formats}.")
     if config.data.id is None and config.data.path is None:
         found.append("data.id or data.path is missing: name a hub data set or a local file.")
+    if config.data.format is not None and config.data.question_column != "question":
+        found.append(
+            f"data.question_column is {config.data.question_column} and data.format {config.data.format}, which gets "
+            "the whole row. Leave one of them out."
+        )
     return found
 
 

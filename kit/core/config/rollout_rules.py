@@ -1,6 +1,12 @@
-"""Settings that conflict with noise on the sampler or with `rollout.overlap`. Imports no torch."""
+"""Settings that conflict with noise on the sampler or with `rollout.overlap`; stop texts. Imports no torch."""
+
+from collections.abc import Sequence
 
 from kit.core.config.schema import Config
+
+STOP = "rollout.stop"
+MOST_STOPS = 4  # that vLLM takes in a request over HTTP (VLLM_MAX_STOP_STRINGS)
+NO_CHARACTER = "\ufffd"  # stands in decoded text for bytes that are none
 
 
 def noise_faults(config: Config, sharding: str | None) -> list[str]:
@@ -57,4 +63,19 @@ def overlap_faults(config: Config) -> list[str]:
             "rollout.overlap and server.sleep are both true: a replica that sleeps during the update cannot generate "
             "in that time. Set one of them to false."
         )
+    return found
+
+
+def stop_faults(texts: Sequence[str]) -> list[str]:
+    """Stop texts that no sampler can take; `kit/policy/stop_texts.py` knows those that a tokenizer cannot produce."""
+    found = []
+    if len(texts) > MOST_STOPS:
+        found.append(f"{STOP} has {len(texts)} texts; vLLM takes at most {MOST_STOPS} in a request. Leave some out.")
+    if twice := sorted({text for text in texts if [*texts].count(text) > 1}):
+        found.append(f"{STOP} names {twice[0]!r} more than once. Leave one out.")
+    for text in texts:
+        if not text:
+            found.append(f"{STOP} has an empty text, at which every completion would end. Remove it.")
+        elif NO_CHARACTER in text or any(0xD800 <= ord(one) < 0xE000 for one in text):
+            found.append(f"{STOP} has {text!r}, which holds no whole character and is never decoded. Remove it.")
     return found

@@ -173,6 +173,9 @@ class RolloutConfig:
     temperature: float = _option(1.0, "sampling temperature; log-probs are computed at the same temperature", ABOVE_0)
     top_p: float = _option(1.0, "nucleus sampling; below 1 the sampler is no longer the policy", SHARE)
     top_k: int = _option(0, "0 = off", FROM_0)
+    stop: list[str] = _option(
+        [], "stop texts: a completion ends with the token that completes one of them; at most 4, e.g. [</answer>]"
+    )
     routing: Literal["own", "compare", "replay"] = _option(
         "own",
         "mixtures of experts on a server: the trainer's routers choose, are compared with the sampler's experts, or "
@@ -314,6 +317,11 @@ class DataConfig:
         "plain",
         "where the answer is: #### 42, \\boxed{42}, 42; for code, the format of the tests (reward/code_gold.py); "
         "any: the column as it is, for a reward function that reads it",
+    )
+    format: str | None = _option(
+        None,
+        "your own function of a row as module:function, which returns the prompt: text, messages or None to skip the "
+        "row; instead of question_column (recipes/README.md)",
     )
     repeated_questions: Literal["drop", "keep"] = _option(
         "drop", "rows whose question came before; keep: they are problems of their own, with columns that differ"

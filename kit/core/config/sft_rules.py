@@ -57,6 +57,7 @@ def faults(config: Config, processes: int) -> list[str]:
         "environment": config.environment.is_given,
         "train.loss": train.loss,
         "data.pass_rates": config.data.pass_rates,
+        "data.format": config.data.format,
     }
     if names := [key for key, value in unused.items() if value]:
         found.append(

@@ -187,10 +187,13 @@ class Routes:
         stops = body.get("stop_token_ids") or []
         if not isinstance(stops, list) or not all(isinstance(one, int) for one in stops):
             raise Failure(400, f"stop_token_ids must be a list of token ids, it is {stops!r:.60}.")
+        texts = body.get("stop") or []
+        if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
+            raise Failure(400, f"stop must be a list of texts that are not empty, it is {texts!r:.60}.")
         self._check_sizes(len(ids), body["n"], body["max_tokens"])
         served = self.versions.serving(*version_of(body))
         sampling = {key: body[key] for key in NUMBERS}
-        params = sampling_params(**sampling, stop_token_ids=stops, logprobs=0)
+        params = sampling_params(**sampling, stop=texts, stop_token_ids=stops, logprobs=0)
         (output,) = await self._engine_outputs(request, [ids], params, served, str(body.get("request_id") or "none"))
         has_experts = body.get("routing") is True
         samples = [sample(one, has_experts) for one in sorted(output.outputs, key=lambda one: one.index)]
@@ -390,10 +393,12 @@ async def final_output(
 
 
 def sampling_params(**options: Any) -> SamplingParams:
-    """Build vLLM's SamplingParams for a single final output: token ids and log-probs, no text."""
+    """Build vLLM's SamplingParams for a single final output: token ids and log-probs. Text is decoded only to find
+    stop texts in it."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    fixed = {"detokenize": False, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    fixed = {"flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    fixed["detokenize"] = bool(options.get("stop"))
     return SamplingParams(**options, **fixed)
 
 
