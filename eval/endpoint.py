@@ -37,12 +37,8 @@ from kit.core.errors import CHECK_FAILED, DONE, BadInput
 from kit.core.run_directory import RunDir, read_json, write_json
 
 NAME = "endpoint"
-PROMPT = (
-    "system_prompt",
-    "prompt_suffix",
-    "chat_template_kwargs",
-    "format",
-)  # keys of data that shape a problem's prompt
+# Keys of data that shape a problem's prompt.
+PROMPT = ("system_prompt", "prompt_suffix", "chat_template_kwargs", "format")
 
 
 def main(argv: list[str]) -> int:

@@ -192,6 +192,14 @@ def test_what_cannot_be_measured_is_refused_before_a_server_starts(run, monkeypa
         serving.main([word.replace("RUN", str(run)) for word in arguments])
 
 
+def test_what_clients_must_send_is_printed(run, capsys):
+    place = run / "merged" / "grpo" / "fp8"
+    (place / "manifest.json").unlink()
+    write_manifest(place, "checkpoint", policy="grpo", format="fp8", stop=["</answer>"])
+    assert serving.main(["--run", str(run), *SMALL, "--dry_run"]) == 0
+    assert capsys.readouterr().out.count('clients must send stop ["</answer>"]') == 1
+
+
 def test_a_truncated_checkpoint_is_refused(run):
     (run / "merged/grpo/fp8/model.safetensors").write_bytes(b"x")
     with pytest.raises(BadInput, match="is not whole"):

@@ -161,12 +161,12 @@ def test_what_verl_cannot_do_is_refused(overrides, cluster, complaint):
 
 def test_what_is_lost_is_said():
     overrides = ["--policy.lora_dropout=0", "--train.mask_truncated=true", "--train.trl={top_entropy_quantile: 0.5}"]
-    overrides += ["--server.kv_cache=fp8", "--model.revision=main"]
+    overrides += ["--server.kv_cache=fp8", "--model.revision=main", "--rollout.stop=[END]"]
     found = translate(config_of(EIGHT, *overrides), Cluster(1, 8), None, False, Path("/out"))
     text = "\n".join(found.notes)
     lost = ["no QLoRA", "--dequantized_base keeps it", "blocks of 128 x 128 in place of fp8_per_channel"]
     lost += ["no rollout.sync remerge", "train.mask_truncated is lost", "train.trl.top_entropy_quantile"]
-    lost += ["model.revision main is not passed", "the canary after each sync"]
+    lost += ["rollout.stop ['END'] is lost", "model.revision main is not passed", "the canary after each sync"]
     assert [words for words in lost if words not in text] == []
     added = {f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": "fp8"}
     added["data.apply_chat_template_kwargs.enable_thinking"] = False

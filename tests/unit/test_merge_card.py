@@ -166,6 +166,20 @@ def test_a_distilled_policy_is_not_said_to_be_trained_by_grpo(run):
     assert "| distill.divergence | `js` |" in text and "| divergence | 0.25 | 0.25 |" in text
 
 
+def test_stop_texts_are_in_the_manifest_and_the_card_says_what_clients_must_send(run):
+    assert "## Serving" not in card(run) and "stop" not in read_manifest(run.merged / "grpo" / "bf16", "checkpoint")
+    facts = read_json(run.config_file)
+    facts["config"].setdefault("rollout", {})["stop"] = ["</answer>"]
+    write_json(run.config_file, facts)
+    assert main(["--run", str(run.path), "--format", "bf16", "--skip_verify", "--overwrite"]) == 0
+    place = run.merged / "grpo" / "bf16"
+    assert read_manifest(place, "checkpoint")["stop"] == ["</answer>"]
+    assert 'Completions end at the first of `["</answer>"]`' in (text := (place / "README.md").read_text())
+    assert "send `stop` with every request" in text
+    # With stop_strings there, transformers' generate needs the tokenizer, and vLLM does not read them.
+    assert "stop_strings" not in read_json(place / "generation_config.json")
+
+
 def test_values_are_written_as_inline_code():
     assert [code(value) for value in (1, True, "x", ["a"], {"b": None})] == [
         "`1`",
