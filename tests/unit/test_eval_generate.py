@@ -73,7 +73,8 @@ def test_results_are_in_input_order_and_do_not_depend_on_the_batch(model, tokeni
 
 def test_completions_end_at_the_first_stop_text_and_are_those_without_it_until_there(model, tokenizer):
     plain = generate.generate(model, tokenizer, ask(), 12)
-    texts = [one.text[4:6] for one in plain[:3]]
+    # Tokens are bytes, and only an ASCII character is one of them.
+    texts = [*{next(sign for sign in one.text[3:] if sign.isascii()) for one in plain[:2]}]
     made = generate.generate(model, tokenizer, ask(), 12, batch_size=2, stop=texts)
     assert any(one.ended and not other.ended for one, other in zip(made, plain, strict=True))
     for one, other in zip(made, plain, strict=True):

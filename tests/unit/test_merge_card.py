@@ -148,6 +148,7 @@ def test_the_recipe_is_shown_as_configured_and_hostile_text_stays_in_its_cell(ru
         "train.delta",
         "reward.weights",
         "policy.quant_cfg",
+        "rollout.stop",
         "policy.init_adapter",
         *own,
     }
