@@ -274,7 +274,10 @@ def test_a_stop_text_ends_completions_which_are_learned_and_not_truncated(
     tokenizer = trainer.processing_class
     texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
     stopped = [text[-1:] in ("=", "+") for text in texts]
-    assert sum(stopped) > 4 and not any("=" in text[:-1] or "+" in text[:-1] for text in texts)
+    assert sum(stopped) > 4
+    kept = tokenizer.batch_decode([ids for stop, ids in zip(stopped, completions, strict=True) if stop])
+    assert all(text[-1:] in ("=", "+") for text in kept), "nothing follows the token that ended it, no padding either"
+    assert not any("=" in text[:-1] or "+" in text[:-1] for text in texts)
     whole = [stop or tokenizer.eos_token_id in ids for stop, ids in zip(stopped, completions, strict=True)]
     row = read_jsonl(trainer.run.metrics_file)[0]
     assert row["truncated_fraction"] == pytest.approx(1 - sum(whole) / 16)

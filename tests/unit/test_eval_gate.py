@@ -328,6 +328,15 @@ def test_another_batch_size_or_choice_of_columns_measures_the_same(run):
     assert decide(run) == 0
 
 
+def test_an_evaluation_before_there_were_stop_texts_is_judged_as_one_without(run):
+    result = read_json(run.eval_file)
+    del result["eval"]["stop"]
+    write_json(run.eval_file, result)
+    assert decide(run) == 0
+    with pytest.raises(BadInput, match=r"rollout\.stop was \[\], it is \['END'\]"):
+        decide(run, "--rollout.stop", "[END]")
+
+
 def test_an_evaluation_before_the_template_had_arguments_is_judged_as_one_without(run):
     result = read_json(run.eval_file)
     del result["data"]["chat_template_kwargs"]

@@ -237,7 +237,7 @@ def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
     def made_by_trl(self, **_) -> None:
         self.model, self.ref_model, self.accelerator = model, None, Accelerator()
         self.args = trainer_arguments(config, RunDir(tmp_path))
-        self.eos_token_ids, self._metrics = [2], {"train": {}}
+        self.eos_token_ids, self._metrics, self._tokenizer = [2], {"train": {}}, None
 
     callbacks = []
     monkeypatch.setattr(GRPOTrainer, "__init__", made_by_trl)
