@@ -16,6 +16,7 @@ from kit.core.chat import question_messages
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import RunDir, read_manifest, write_manifest
+from kit.policy.stop_texts import StopTexts
 from kit.rollout.policy_view import Report, Rollouts
 from kit.train import trainer as module
 from kit.train.checkpoint import staging_directory
@@ -430,6 +431,7 @@ def test_what_is_sampled_is_recorded_counted_and_followed_by_what_is_due(policy,
         _token_ids=lambda prompts: [[len(prompt[0]["content"])] * 3 for prompt in prompts],
         _tokenizer=SimpleNamespace(pad_token_id=0, batch_decode=lambda ids, skip_special_tokens: list(map(str, ids))),
         eos_token_ids=[2],
+        stop_texts=StopTexts(None, []),
         pad_to_multiple_of=None,
         mask_truncated_completions=True,
         multi_objective_aggregation="sum_then_normalize",
