@@ -7,7 +7,7 @@
 # make install      only the environment, in .venv (the others call it)
 # make lint         ruff and mypy
 # make format       ruff's format and fixes
-# make llmcompressor, lm_eval, verl, modelopt, openenv, verifiers, trackers
+# make llmcompressor, lm_eval, verl, modelopt, openenv, verifiers, trackers, llamacpp
 #                   environments of their own, for what does not fit into .venv; without one its tests are skipped
 # make clean        remove the environments and caches; runs/ and models/ stay
 #
@@ -17,7 +17,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .PHONY: quickstart real test test-rest test-all install lint format clean
-.PHONY: llmcompressor lm_eval verl modelopt openenv verifiers trackers help
+.PHONY: llmcompressor lm_eval verl modelopt openenv verifiers trackers llamacpp help
 
 PYTHON ?= python3
 DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -108,7 +108,7 @@ endif
 # openenv and verifiers want another mcp than vllm; a run with their environments starts with their python.
 # torch and transformers are .venv's, which a .pth file shows behind their own packages, so the build of torch fits this
 # device. pip would complain that vllm, of which it sees the package, now has the wrong compressed-tensors.
-llmcompressor lm_eval verl modelopt openenv verifiers trackers: %: .venv-%/.installed
+llmcompressor lm_eval verl modelopt openenv verifiers trackers llamacpp: %: .venv-%/.installed
 # What is imported is compiled then.
 .venv-verl/.installed: PIP_OPTIONS := --no-deps
 .venv-%/.installed: requirements-%.txt $(STAMP)
@@ -121,6 +121,7 @@ llmcompressor lm_eval verl modelopt openenv verifiers trackers: %: .venv-%/.inst
 
 # Removes the environments and caches; runs/ and models/ are yours and stay.
 clean:
-	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .venv-verl .venv-modelopt .venv-openenv .venv-verifiers .venv-trackers
+	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .venv-verl .venv-modelopt .venv-openenv .venv-verifiers .venv-trackers \
+	  .venv-llamacpp
 	rm -rf .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -4,7 +4,7 @@
 diagnose` measures what training did to the weights; `python -m merge verify` compares existing checkpoints with the
 policy; `python -m merge card` rewrites the model cards after an evaluation; `python -m merge dequantize` converts a
 checkpoint that is stored quantized into a base in BF16; `python -m merge import` makes a run of an adapter that
-another program trained.
+another program trained; `python -m merge gguf` writes a merged checkpoint for llama.cpp and Ollama.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from merge.bases import compare_bases
 from merge.card import add_hub_options, push_all, trained_by, write_card
 from merge.command import AWQ_PYTHON, POLICIES, Merge
 from merge.hub import check_access
-from merge.options import add_run, base_parser, dequantize_parser, import_parser, verify_parser
+from merge.options import add_run, base_parser, dequantize_parser, gguf_parser, import_parser, verify_parser
 from merge.tables import show_table
 
 
@@ -127,6 +127,11 @@ def main(argv: list[str] | None = None) -> int:
         from merge.imported import main as imported
 
         return imported(argv[1:])
+    if argv[:1] == ["gguf"]:
+        gguf_parser().parse_args(argv[1:])
+        from merge.gguf import main as gguf
+
+        return gguf(argv[1:])
     if argv[:1] == ["verify"]:
         verify_parser().parse_args(argv[1:])
         from merge.verify_command import main as verify

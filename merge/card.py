@@ -16,9 +16,11 @@ from typing import Any
 from kit.core.config.base_rules import CALLED
 from kit.core.errors import DONE, BadInput
 from kit.core.formats import FORMATS
+from kit.core.gguf_types import GGUF_TYPES, PREFIX
 from kit.core.installed import installed_versions
 from kit.core.run_directory import INTO, MANIFEST, RunDir, manifest_as_written, read_json, read_manifest
 from merge import hub
+from merge.card_usage import usage
 from merge.command import POLICIES
 from merge.tables import markdown_table
 
@@ -100,13 +102,14 @@ METRICS += ("completion_length",)
 
 def main(argv: list[str]) -> int:
     """Rewrite the cards of a run's checkpoints; with --push_to_hub, upload those checkpoints."""
+    names = (*FORMATS, *(f"{PREFIX}{kind}" for kind in GGUF_TYPES))
     parser = argparse.ArgumentParser(prog="python -m merge card", description=__doc__, allow_abbrev=False)
     parser.add_argument("--run", type=Path, required=True, help="run directory, e.g. runs/tiny")
     parser.add_argument(
         "--into", choices=INTO, default=INTO[0], help="checkpoints of which base; default: dequantized"
     )
     parser.add_argument("--out", type=Path, help="where they are, if `python -m merge` was given --out")
-    parser.add_argument("--format", nargs="+", choices=FORMATS, help="default: all that exist")
+    parser.add_argument("--format", nargs="+", choices=names, help="default: all that exist")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES), help="default: both")
     add_hub_options(parser)
     arguments = parser.parse_args(argv)
@@ -115,7 +118,7 @@ def main(argv: list[str]) -> int:
     places = {
         (policy, name): top / policy / name
         for policy in POLICIES
-        for name in FORMATS
+        for name in names
         if policy in arguments.policy and (arguments.format is None or name in arguments.format)
     }
     found = {key: place for key, place in places.items() if (place / MANIFEST).is_file()}
@@ -124,10 +127,10 @@ def main(argv: list[str]) -> int:
         out = f" --out {shlex.quote(str(arguments.out))}" if arguments.out else ""
         raise BadInput(
             f"no merged checkpoint of that choice in {top}. Make one with: python -m merge --run {run.as_argument} "
-            f"--format {' '.join(arguments.format or ['bf16'])}{into}{out}"
+            f"--format {' '.join(name for name in arguments.format or () if name in FORMATS) or 'bf16'}{into}{out}"
         )
-    for place in found.values():
-        read_manifest(place, "checkpoint")
+    for (_, name), place in found.items():
+        read_manifest(place, "checkpoint" if name in FORMATS else "gguf")
     if arguments.push_to_hub:
         hub.check_access(arguments.push_to_hub)
     for place in found.values():
@@ -172,6 +175,7 @@ def render(run: RunDir, manifest: dict) -> str:
     parts = [
         front_matter(config, manifest),
         introduction(config, manifest),
+        usage(manifest),
         origin(config, base, manifest),
         table("## Recipe", ("key", "value"), settings(config, recipe(config))) if manifest["policy"] == "grpo" else "",
         table("## Data", ("key", "value"), settings(config, [f"data.{key}" for key in DATA]))
@@ -255,9 +259,10 @@ def table(title: str, head: tuple[str, ...], rows: list[tuple]) -> str:
 
 def front_matter(config: dict, manifest: dict) -> str:
     """YAML front matter for the hub; strings are written as JSON, which is valid YAML."""
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    library = "gguf" if gguf_type(manifest) else "transformers"
+    lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
     if HUB_ID.fullmatch(model := str(look_up(config, "model.id"))):
-        relation = "finetune" if manifest["format"] == "bf16" else "quantized"
+        relation = "finetune" if manifest["format"] in ("bf16", f"{PREFIX}bf16") else "quantized"
         lines += [f"base_model: {json.dumps(model)}", f"base_model_relation: {relation}"]
     data = str(look_up(config, "data.id"))
     if look_up(config, "data.path") is None and HUB_ID.fullmatch(data) and manifest["policy"] == "grpo":
@@ -288,8 +293,15 @@ def introduction(config: dict, manifest: dict) -> str:
         what = f"{model} {trained}; the adapter is merged into {weights}"
     aware = quantization_aware(manifest)
     reader = FORMATS[form].stores if form in FORMATS else form
+    if kind := gguf_type(manifest):
+        reader = f"llama.cpp, Ollama and others that take GGUF; {GGUF_TYPES[kind].stores}"
     policy = IMPORTED if is_imported(config) and manifest["policy"] == "grpo" else manifest["policy"]
     return f"# {name}, {policy}, {form}\n\n{what}.{aware}\n\nRead by {reader}."
+
+
+def gguf_type(manifest: dict) -> str:
+    """Type of a GGUF file's weights; empty for a checkpoint."""
+    return str(manifest["format"]).removeprefix(PREFIX) if manifest.get("kind") == "gguf" else ""
 
 
 def quantization_aware(manifest: dict) -> str:
@@ -356,6 +368,8 @@ def training(run: RunDir, manifest: dict) -> str:
 
 def checks(config: dict, manifest: dict) -> str:
     """How close the checkpoint is to the policy, and how much of the update its format keeps."""
+    if gguf_type(manifest):
+        return gguf_checks(manifest)
     found, kept = manifest.get("verify"), manifest.get("retained_update")
     lines = ["## Against the trained policy", ""]
     if found is None:
@@ -378,6 +392,22 @@ def checks(config: dict, manifest: dict) -> str:
             return "\n".join(lines)
         whose = "the prompts that the import was given" if is_imported(config) else "the run's training prompts"
         lines.append(f"Calibrated on {whose}: {code(calibration)}.")
+    return "\n".join(lines)
+
+
+def gguf_checks(manifest: dict) -> str:
+    """How close llama.cpp on the file is to transformers on the BF16 checkpoint, and that to the policy."""
+    lines = ["## Against the merged BF16 checkpoint", ""]
+    if (found := manifest["verify"]) is None:
+        lines.append("Not compared.")
+    else:
+        lines.append(
+            f"llama.cpp with this file against transformers with the BF16 checkpoint, on {found['tokens']} tokens: "
+            f"mean KL {found['mean_kl']:.2e} nats per token, max |Δlogp| {found['max_abs_dlogp']:.3f}, top-1 "
+            f"agreement {found['top1_agreement']:.3f}. Tokens and rendered prompts are equal."
+        )
+    if merged := manifest.get("verify_bf16"):
+        lines.append(f"The BF16 checkpoint against the policy: mean KL {merged['mean_kl']:.2e}.")
     return "\n".join(lines)
 
 

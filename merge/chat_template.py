@@ -49,25 +49,35 @@ def with_defaults(template: str, arguments: dict[str, Any]) -> str:
     ]
     if not lines:
         return template
+    return prepended("".join(lines), template)
+
+
+def prepended(block: str, template: str) -> str:
+    """`template` after statements or a comment that render as nothing."""
     # transformers drops a line feed after a block, and blanks before a block that begins a line. A line feed of our
     # own keeps leading ones as they were.
-    return "".join(lines) + ("\n" if template[:1].isspace() else "") + template
+    return block + ("\n" if template[:1].isspace() else "") + template
 
 
 def set_defaults(directory: Path, arguments: dict[str, Any]) -> None:
     """Give every chat template of a checkpoint these defaults."""
+    change_templates(directory, lambda text: with_defaults(text, arguments))
+
+
+def change_templates(directory: Path, change: Callable[[str], str]) -> None:
+    """Apply `change` to every chat template of a checkpoint."""
     for file in [
         directory / "chat_template.jinja",
         *sorted((directory / "additional_chat_templates").rglob("*.jinja")),
     ]:
         if file.is_file():
-            file.write_bytes(with_defaults(file.read_bytes().decode(), arguments).encode())
+            file.write_bytes(change(file.read_bytes().decode()).encode())
     for file in (directory / name for name in IN_JSON):
         if not file.is_file():
             continue
         facts = json.loads(file.read_bytes())
         if facts.get("chat_template"):
-            facts["chat_template"] = _each(facts["chat_template"], lambda text: with_defaults(text, arguments))
+            facts["chat_template"] = _each(facts["chat_template"], change)
             file.write_text(json.dumps(facts, indent=2) + "\n")
 
 

@@ -3,6 +3,11 @@
 import argparse
 from pathlib import Path
 
+from kit.core.gguf_types import GGUF_TYPES
+from kit.core.run_directory import INTO
+
+LLAMACPP_PYTHON = Path(".venv-llamacpp/bin/python")
+
 
 def base_parser() -> argparse.ArgumentParser:
     description = "Write the dequantized base of a run, which a rollout server holds, and its NF4 copy beside it."
@@ -90,4 +95,31 @@ def dequantize_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
     parser.add_argument("--dry_run", action="store_true", help="check the input, say what would be written")
+    return parser
+
+
+def gguf_parser() -> argparse.ArgumentParser:
+    description = "Write a run's merged BF16 checkpoint as GGUF, for llama.cpp and Ollama, with a Modelfile beside it."
+    parser = argparse.ArgumentParser(prog="python -m merge gguf", description=description, allow_abbrev=False)
+    parser.add_argument("--run", type=Path, required=True, help="run directory with a merged BF16 checkpoint")
+    parser.add_argument(
+        "--type", nargs="+", choices=GGUF_TYPES, default=["q8_0"], help="types of weights to write; default q8_0"
+    )
+    parser.add_argument("--policy", choices=("base", "grpo"), default="grpo", help="default: grpo")
+    parser.add_argument("--into", choices=INTO, default=INTO[0], help="checkpoint of which base; default dequantized")
+    parser.add_argument("--out", type=Path, help="where <policy>/gguf_<type> goes; default beside the BF16 checkpoint")
+    parser.add_argument(
+        "--llamacpp_python",
+        type=Path,
+        default=LLAMACPP_PYTHON,
+        help=f"Python that has llama.cpp's converter; default {LLAMACPP_PYTHON}",
+    )
+    parser.add_argument(
+        "--llama_quantize", type=Path, help="llama.cpp's llama-quantize, for q6_k, q5_k_m, q4_k_m; default from PATH"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
+    parser.add_argument("--skip_verify", action="store_true", help="do not compute with the file (verify: null)")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="check architecture and tokenizer, print what would be written"
+    )
     return parser

@@ -270,10 +270,7 @@ def fixed_batch(run: RunDir, tokenizer: Any, vocabulary: int) -> list[torch.Tens
     Held-out prompts come from a local jsonl, with the chat template applied; a run on a hub data set has only its
     completions. An imported adapter without either gets `GENERIC` ones. `BadInput` if there is neither.
     """
-    texts = [*_logged_completions(run, tokenizer), *_held_out_prompts(run, tokenizer)]
-    if not texts and imported_from(run.config()):
-        print("note: no prompts were given for this adapter, so it is verified on generic ones", flush=True)
-        texts = [as_prompt(run.config(), prompt, tokenizer) for prompt in GENERIC]
+    texts = batch_texts(run, tokenizer)
     budget = min(MAX_TOKENS, MAX_LOGPROBS // vocabulary)
     batch = []
     for text in texts:
@@ -289,6 +286,15 @@ def fixed_batch(run: RunDir, tokenizer: Any, vocabulary: int) -> list[torch.Tens
             f"{run.config_file} is not a local jsonl file. Pass --skip_verify to merge unverified."
         )
     return batch
+
+
+def batch_texts(run: RunDir, tokenizer: Any) -> list[str]:
+    """The texts of `fixed_batch`."""
+    texts = [*_logged_completions(run, tokenizer), *_held_out_prompts(run, tokenizer)]
+    if not texts and imported_from(run.config()):
+        print("note: no prompts were given for this adapter, so it is verified on generic ones", flush=True)
+        texts = [as_prompt(run.config(), prompt, tokenizer) for prompt in GENERIC]
+    return texts
 
 
 def imported_from(values: dict) -> str | None:

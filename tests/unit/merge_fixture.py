@@ -38,16 +38,22 @@ def byte_tokenizer() -> Any:
 
 
 def make_model(
-    folder: Path, tied: bool = True, seed: int = 0, spread: float = 0.08, family: str = "Qwen3", **shape
+    folder: Path,
+    tied: bool = True,
+    seed: int = 0,
+    spread: float = 0.08,
+    family: str = "Qwen3",
+    tokenizer: Any = None,
+    **shape,
 ) -> Path:
-    """A random BF16 checkpoint (weights of standard deviation `spread`), byte-level tokenizer, two shards.
+    """A random BF16 checkpoint (weights of standard deviation `spread`), two shards, byte-level tokenizer by default.
 
     Qwen3 has no biases; Qwen2 has them on q, k and v.
     """
     import transformers
     from transformers import GenerationConfig
 
-    tokenizer = byte_tokenizer()
+    tokenizer = tokenizer or byte_tokenizer()
     tokenizer.save_pretrained(folder)
     config = getattr(transformers, f"{family}Config")(
         **SHAPE | shape,

@@ -1,14 +1,20 @@
 """The Dockerfile: every file it copies is there, the environment is the CUDA one, no rights and no surprises at start.
 
-It is not built: that takes a Docker daemon, a registry and 20 GB.
+It is not built: that takes a Docker daemon, a registry and 20 GB. hadolint reads it, and the steps that need neither
+root nor packages run in a clean directory: what it copies, and `make install` with a pip that only records.
 """
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+
+from tests.sandbox import tracked_files
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "launch/docker/Dockerfile"
@@ -84,7 +90,7 @@ def test_the_image_is_made_from_files_that_exist_for_cuda_and_without_rights():
         ("requirements-cuda.txt ./", "requirements-gpu.txt ./", "no requirements-gpu.txt"),
         ("requirements-cuda.txt ./", "./", "make install needs requirements-cuda.txt"),
         ("COPY --chown=kit . .", "COPY runs .", "no runs"),
-        ("USER kit", "USER root", "it runs as root"),
+        ("USER ${UID}", "USER root", "it runs as root"),
         ("ENTRYPOINT []", "", "entry point is kept"),
         ("DEVICE=cuda", "DEVICE=cpu", "does not install the CUDA environment"),
         ("PYTHON=python3.12", "PYTHON=python3.10", "older than the Makefile takes"),
@@ -96,3 +102,68 @@ def test_a_planted_fault_is_found(old, new, complaint):
     text = DOCKERFILE.read_text()
     assert old in text
     assert complaint in "\n".join(complaints(text.replace(old, new)))
+
+
+def lint(text: str) -> str:
+    """What hadolint says of a Dockerfile."""
+    command = [Path(sys.executable).with_name("hadolint"), "--no-color", "-"]
+    return subprocess.run(command, input=text, capture_output=True, text=True).stdout
+
+
+def test_the_linter_has_nothing_to_say():
+    text = DOCKERFILE.read_text()
+    assert lint(text) == ""
+    assert "DL3008" in lint(text.replace("# hadolint ignore=DL3008\n", ""))
+    assert "DL3002" in lint(text.replace("USER ${UID}", "USER root"))
+
+
+PYTHON = """#!/bin/sh
+# python3.12 of the image: another version, and `-m venv` makes a pip that only records what it is asked for.
+[ "$1 $2" = "-m venv" ] || exec {python} "$@"
+mkdir -p "$3/bin" "$3/lib"
+ln -s {python} "$3/bin/python"
+printf '#!/bin/sh\\necho "$@" >> {asked}\\n' > "$3/bin/pip"
+chmod +x "$3/bin/pip"
+"""
+
+
+def copied(words: list[str], place: Path) -> None:
+    """Carry out a COPY into `place`: files of the checkout that .dockerignore leaves in."""
+    *sources, _ = [word for word in words if not word.startswith("--")]
+    for file in tracked_files(ROOT):
+        if any(source == "." or file == Path(source) for source in sources) and not ignored(str(file)):
+            (place / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, place / file)
+
+
+def test_its_steps_run_in_a_clean_directory(tmp_path):
+    place, asked = tmp_path / "kit", tmp_path / "asked"
+    place.mkdir()
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python3.12"
+    python.write_text(PYTHON.format(python=sys.executable, asked=asked))
+    python.chmod(0o755)
+    environment = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(tmp_path)}
+
+    def run(line: str) -> str:
+        done = subprocess.run(["bash", "-c", line], cwd=place, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    steps = instructions(DOCKERFILE.read_text())
+    after_user = steps[[name for name, _ in steps].index("USER") :]
+    assert [name for name, _ in after_user if name in ("COPY", "RUN")] == ["COPY", "RUN", "COPY"]
+    for name, value in after_user:
+        if name == "COPY":
+            copied(shlex.split(value), place)
+        elif name == "RUN":
+            run(value)
+    assert asked.read_text().split("\n") == ["install --quiet --no-compile -r requirements-cuda.txt", ""]
+    install = next(value for name, value in after_user if name == "RUN")
+    run(install)
+    assert len(asked.read_text().splitlines()) == 1  # the code that was copied after it installs nothing anew
+    listed = subprocess.run(
+        [sys.executable, "-m", "kit", "ls"], cwd=place, env=environment, capture_output=True, text=True
+    )
+    configs = {file.stem for file in (ROOT / "recipes/configs").rglob("*.yaml")}
+    assert {line.split("\t")[0] for line in listed.stdout.splitlines()} >= configs, listed.stderr

@@ -51,14 +51,20 @@ WHOLE_VISION["qwen2_vl"] |= {"temporal_patch_size": 2}
 
 
 def make_wrapped(
-    folder: Path, family: str, seed: int = 0, spread: float = 0.08, dtype=torch.bfloat16, **text_keys: Any
+    folder: Path,
+    family: str,
+    seed: int = 0,
+    spread: float = 0.08,
+    dtype=torch.bfloat16,
+    tokenizer: Any = None,
+    **text_keys: Any,
 ) -> Path:
     """A random checkpoint of `family` (weights of standard deviation `spread`) in two shards, as transformers saves
-    it, with a byte-level tokenizer and a file of its image processor."""
+    it, with a byte-level tokenizer by default and a file of its image processor."""
     from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
     kind, text, vision, tied = FAMILIES[family]
-    tokenizer = byte_tokenizer()
+    tokenizer = tokenizer or byte_tokenizer()
     tokenizer.save_pretrained(folder)
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     own = {"mm_tokens_per_image": 4} if kind == "gemma3" else {"audio_config": None} if kind == "gemma4" else {}
