@@ -440,7 +440,7 @@ def summary(start: Start) -> str:
         [
             f"{len(log.rows)} steps, reward {shown[0]} (first {few}) -> {shown[1]} (last {few}), adapter {adapter}",
             *([told] if told else []),
-            *(alert.text for alert in alerts(log.rows)),
+            *(line for alert in alerts(log.rows, run) for line in alert.lines),
             "next: " + "\n      ".join(judging_commands(run, start.config)),
         ]
     )

@@ -58,7 +58,7 @@ def summary(run: RunDir, log: MetricsLog) -> dict:
         "bad_lines": log.bad_lines,
         "last": last,
         "recent": {key: mean(series(log.rows[-RECENT:], key)) for key in curves_of(last or {}).values()},
-        "alerts": [dataclasses.asdict(alert) for alert in alerts(log.rows)],
+        "alerts": [dataclasses.asdict(alert) for alert in alerts(log.rows, run)],
         "group": None if group is None else _finite(dataclasses.asdict(group)),
     }
 

@@ -13,6 +13,10 @@ What it leaves out on purpose: pre-training, instruction data, anything a real b
     python recipes/tiny_base.py --experts 8 --out models/tiny-moe # a mixture of experts, in twice the time
     python recipes/tiny_base.py --out models/untrained --steps 0  # random weights, seconds, for tests
     python recipes/tiny_base.py --out data/sums-20 --problems_only --limit 20 --problems 4000 --heldout 600
+    python recipes/tiny_base.py --out models/dates --rows notes.jsonl --steps 600  # conversations of your own
+
+With --rows it is supervised on the conversations of a jsonl file (column messages, the last one the assistant's)
+instead, its tokens are made from their words, and no problems are written (OWN_TASK.md).
 
 Deterministic from --seed for one machine and torch version. Writes the model, its tokenizer, and the problems as
 `train.jsonl` and `heldout.jsonl` (columns question, answer). A held-out problem's pair of numbers appears in no
@@ -37,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kit.core.errors import BadInput, CheckFailed, run_command
 from kit.core.run_directory import publish, write_manifest
+from kit.data.problems import jsonl_rows
 
 if TYPE_CHECKING:  # imported late, so that --help and a refused option return at once
     import torch
@@ -53,6 +58,7 @@ STORIES = [
     "{who} had {a} {what} and got {b}. How many {what} in all?",
     "There are {a} {what} here and {b} there. How many in all?",
 ]
+PIECES = r"\d| ?[A-Za-z]+|[^A-Za-z\d]"  # one token per digit
 Row = tuple[list[int], list[bool]]  # token ids, and which of them are learned
 # Shares of the three kinds of demonstration: worked and boxed, worked without a box, a boxed guess.
 CAREFUL, UNBOXED = 0.40, 0.25
@@ -110,7 +116,7 @@ def worked(problem: dict) -> dict:
 def make_tokenizer(problems: list[dict], rng: random.Random, context: int) -> "PreTrainedTokenizerFast":
     """A byte-level BPE tokenizer of about 330 tokens, one token per digit, with the chat template."""
     corpus = [f"system\nuser\nassistant\n{row['question']}\n{demonstrate(row, rng)}" for row in problems]
-    return with_template(train_bpe(r"\d| ?[A-Za-z]+|[^A-Za-z\d]", corpus), CHAT_TEMPLATE, context)
+    return with_template(train_bpe(PIECES, corpus), CHAT_TEMPLATE, context)
 
 
 def train_bpe(pieces: str, texts: list[str]) -> "Tokenizer":
@@ -187,12 +193,39 @@ def make_model(
 
 def encode(tokenizer: "PreTrainedTokenizerFast", problems: list[dict], rng: random.Random) -> list[Row]:
     """Token ids of every problem with its demonstration and stop token; the prompt carries no loss."""
+    return encode_conversations(
+        tokenizer,
+        [
+            [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": demonstrate(row, rng)}]
+            for row in problems
+        ],
+    )
+
+
+def read_conversations(path: Path) -> list[list[dict]]:
+    """The `messages` of a jsonl file's rows; raises `BadInput` unless each ends with the assistant's text."""
+    found: list[list[dict]] = []
+    for row in jsonl_rows(path):
+        messages = (row.value or {}).get("messages")
+        is_list = isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
+        if not is_list or not messages or messages[-1].get("role") != "assistant":
+            why = row.error or "no messages that end with the assistant's"
+            raise BadInput(f"--rows: {row.source}: {why}. Write rows as {{'messages': [user's, assistant's]}}.")
+        if not all(isinstance(one.get("content"), str) for one in messages):
+            raise BadInput(f"--rows: {row.source}: a message has no text as its content.")
+        found.append(messages)
+    if not found:
+        raise BadInput(f"--rows: {path} has no rows.")
+    return found
+
+
+def encode_conversations(tokenizer: "PreTrainedTokenizerFast", conversations: list[list[dict]]) -> list[Row]:
+    """Token ids of every conversation and its stop token; only the last message is learned."""
     rows: list[Row] = []
-    for row in problems:
-        messages = [{"role": "user", "content": row["question"]}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    for messages in conversations:
+        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
         ids = tokenizer(prompt)["input_ids"]
-        shown = tokenizer(demonstrate(row, rng))["input_ids"] + [tokenizer.eos_token_id]
+        shown = tokenizer(messages[-1]["content"])["input_ids"] + [tokenizer.eos_token_id]
         rows.append((ids + shown, [False] * len(ids) + [True] * len(shown)))
     return rows
 
@@ -307,10 +340,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heldout", type=int, default=600, help="held-out problems")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="data-parallel processes")
     parser.add_argument("--device", default="cpu", help="where it trains: cpu, with --processes, or cuda")
+    parser.add_argument("--rows", type=Path, help="jsonl file of conversations to learn instead of the problems")
     parser.add_argument("--problems_only", action="store_true", help="write the problems, make no model")
     parser.add_argument("--dry_run", action="store_true", help="check the options, make nothing")
     parser.add_argument("--overwrite", action="store_true")
     return parser.parse_args()
+
+
+def write_problems(out: Path, options: argparse.Namespace, rng: random.Random) -> list[dict]:
+    """The training problems, after writing them and the held-out ones, plain and with worked answers."""
+    train = make_problems(options.problems, False, options.limit, rng)
+    heldout = make_problems(options.heldout, True, options.limit, rng)
+    for name, rows in (("train", train), ("heldout", heldout)):
+        lines = [json.dumps({"question": row["question"], "answer": row["answer"]}) for row in rows]
+        (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        lines = [json.dumps(worked(row)) for row in rows]
+        (out / f"worked-{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return train
 
 
 def main() -> None:
@@ -324,30 +370,34 @@ def main() -> None:
     if options.dry_run:
         print(f"would make {options.out}: {options.steps} steps on {options.problems:,} problems", flush=True)
         return
+    if options.rows and options.problems_only:
+        raise BadInput("--problems_only writes the generated problems, and --rows learns others. Leave one out.")
+    conversations = read_conversations(options.rows) if options.rows else []
     with publish(Path(options.out), options.overwrite) as out:
         rng = random.Random(options.seed)
-        train = make_problems(options.problems, False, options.limit, rng)
-        heldout = make_problems(options.heldout, True, options.limit, rng)
-        for name, rows in (("train", train), ("heldout", heldout)):
-            lines = [json.dumps({"question": row["question"], "answer": row["answer"]}) for row in rows]
-            (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-            lines = [json.dumps(worked(row)) for row in rows]
-            (out / f"worked-{name}.jsonl").write_text("\n".join(lines) + "\n")
+        train = [] if options.rows else write_problems(out, options, rng)
         if options.problems_only:
             write_manifest(out, "sums", options=vars(options))
-            print(f"wrote {options.out}: {len(train):,} problems, {len(heldout):,} held out", flush=True)
+            print(f"wrote {options.out}: {len(train):,} problems, {options.heldout:,} held out", flush=True)
             return
         import torch
 
         torch.manual_seed(options.seed)
-        tokenizer = make_tokenizer(train[:3000], rng, options.context)
+        if conversations:
+            texts = [one["content"] for messages in conversations[:3000] for one in messages]
+            tokenizer = with_template(
+                train_bpe(PIECES, ["system\nuser\nassistant\n", *texts]), CHAT_TEMPLATE, options.context
+            )
+        else:
+            tokenizer = make_tokenizer(train[:3000], rng, options.context)
         model = make_model(tokenizer, options.hidden, options.layers, options.context, options.experts)
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
         if options.steps:
-            supervise(model, encode(tokenizer, train, rng), options)
+            rows = encode_conversations(tokenizer, conversations) if conversations else encode(tokenizer, train, rng)
+            supervise(model, rows, options)
         model.to(torch.bfloat16).save_pretrained(out)
         tokenizer.save_pretrained(out)
-        write_manifest(out, "tiny-base", options=vars(options))
+        write_manifest(out, "tiny-base", options=vars(options) | {"rows": str(options.rows or "")})
     print(f"wrote {options.out}", flush=True)
 
 

@@ -3,26 +3,39 @@
 Runs the built-in suite (reward/attacks) against the reward with its configured options and limits. An attempt may
 earn 0 or stay undecided (masked in training). An honest control must earn 1, so a reward that pays nobody fails too.
 Exit code 1 if an attempt is paid, a control is not, or the reward raises.
+
+For a function of your own (`--task module:function`) the attempts are made from references: those of `--answers`, a
+jsonl file with `gold` (or the configuration's answer column) and the columns that the function takes.
 """
 
 import argparse
 import importlib
+import json
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kit.core.config.load import load_config
+from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser
 from reward import MODELS, REWARDS, function_options, is_own
+from reward.answer import message_text
+from reward.answer_forms import forms_for, written
 from reward.attacks import Case
-from reward.check import Judgement, add_settings, explain, judges, settings, shown
+from reward.attacks.own import BUILT_IN, Reference
+from reward.attacks.own import cases as own_cases
+from reward.check import add_settings, read_rows, settings
+from reward.explain import Judgement, Sample, explain, judges, shown
 from reward.pool import WorkerPool
 
 SUITES = ("reward.attacks.extraction", "reward.attacks.values", "reward.attacks.form", "reward.attacks.code")
 PENALTIES = ("length", "repetition", "language")  # these only subtract: their best value is 0
 QUICK_S = 1.0  # default limit per comparison (twice that per program) without a flag or --config
 LISTED = 20  # failures printed in full
+REFERENCES, OTHERS = 5, 3  # references that a user's function is attacked with, and wrong answers against each
 
 
 @dataclass(frozen=True)
@@ -38,11 +51,13 @@ class Result:
     def failed(self) -> bool:
         """Whether an attempt earned something, a control earned less than 1, or the function raised.
 
-        For a penalty: an attempt escaped it, or a control did not.
+        For a penalty: an attempt escaped it, or a control did not. A user's function pays from `--paid_from` on.
         """
         reward = self.judgement.reward
         if self.error:
             return True
+        if is_own(self.task):
+            return (self.judgement.value is True) != self.case.pays
         if self.task in PENALTIES:
             return reward is None or (reward < 0.0) == self.case.pays
         return reward is None or reward < 1.0 if self.case.pays else reward is not None and reward > 0.0
@@ -54,18 +69,58 @@ def suite(task: str) -> list[Case]:
     return sorted(cases, key=lambda case: case.category)
 
 
-def run(task: str, pool: WorkerPool, options: dict) -> tuple[list[Result], dict[tuple[str, str], float]]:
-    """Results of a function's whole suite in order, and the seconds spent per category."""
+def suite_of_own(
+    task: str, references: list[Reference], pool: WorkerPool, options: dict, paid_from: float, form: str | None
+) -> list[Case]:
+    """The cases of a user's function: each reference in the first form that the function pays, and attempts in it."""
+    found = []
+    golds = list(dict.fromkeys(reference.gold for reference in references))
+    for reference in references:
+        place = golds.index(reference.gold)
+        others = [*golds[place + 1 :], *golds[:place]][:OTHERS] or ["something else"]
+        forms = forms_for(message_text(reference.prompt), form)
+        samples = [
+            Sample(written(one, reference.gold), reference.gold, reference.prompt, reference.columns) for one in forms
+        ]
+        judged = explain(task, samples, pool, options, paid_from)
+        paid = [one for one, judgement in zip(forms, judged, strict=True) if judgement.value]
+        found += own_cases(task, reference, (paid or forms)[0], others)
+    return sorted(found, key=lambda case: case.category)
+
+
+def read_references(path: Path, config: Config | None) -> list[Reference]:
+    """References of a jsonl file, spread evenly over it; `gold`, or the answer column of `config`, holds each."""
+    column = config.data.answer_column if config else None
+    asked = config.data.question_column if config else None
+
+    def reference(number: int, value: Any, task: str) -> Reference:
+        if not isinstance(value, dict):
+            raise ValueError(f"a JSON {type(value).__name__}, expected an object")
+        name = next((one for one in ("gold", column) if one in value), None)
+        if name is None:
+            raise ValueError(f"no gold{f' and no {column}' if column else ''}; it has {', '.join(value) or 'nothing'}")
+        gold, prompt = value[name], value.get("prompt", value.get(asked))
+        gold = gold if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False)
+        return Reference(gold, prompt if isinstance(prompt, str | list) else None, value)
+
+    rows = read_rows(path, "", reference)
+    return rows[:: max(1, len(rows) // REFERENCES)][:REFERENCES]
+
+
+def run(
+    task: str, pool: WorkerPool, options: dict, cases: Sequence[Case], paid_from: float = 1.0
+) -> tuple[list[Result], dict[tuple[str, str], float]]:
+    """Results of a function's cases in order, and the seconds spent per category."""
     by_category = defaultdict(list)
     form = _form(task, options)
-    for case in suite(task):
+    for case in cases:
         if form is None or form in case.forms:
             by_category[case.category].append(case)
     results: list[Result] = []
     seconds: dict[tuple[str, str], float] = {}
-    for category, cases in by_category.items():
+    for category, some in by_category.items():
         started = time.perf_counter()
-        results += _judged(task, cases, pool, options)
+        results += _judged(task, some, pool, options, paid_from)
         seconds[task, category] = time.perf_counter() - started
     return results, seconds
 
@@ -79,21 +134,23 @@ def _form(task: str, options: dict) -> str | None:
     return "boxed" if options.get("answer_tag") is not None else options.get("form", known["form"][1])
 
 
-def _judged(task: str, cases: list[Case], pool: WorkerPool, options: dict) -> list[Result]:
+def _judged(task: str, cases: list[Case], pool: WorkerPool, options: dict, paid_from: float) -> list[Result]:
+    samples = [Sample(case.completion, case.gold, case.prompt, case.columns) for case in cases]
     try:
-        found = explain(task, [(case.completion, case.gold, case.prompt) for case in cases], pool, options)
+        found = explain(task, samples, pool, options, paid_from)
     except Exception as error:  # any exception of a reward function would end a run, so it is a finding
         if len(cases) == 1:
             return [Result(task, cases[0], Judgement(None, None, "error", None), f"{type(error).__name__}: {error}")]
         half = len(cases) // 2
-        return _judged(task, cases[:half], pool, options) + _judged(task, cases[half:], pool, options)
+        return [one for part in (cases[:half], cases[half:]) for one in _judged(task, part, pool, options, paid_from)]
     return [Result(task, case, judgement) for case, judgement in zip(cases, found, strict=True)]
 
 
 def report(results: list[Result], seconds: dict[tuple[str, str], float]) -> str:
     """A table by function and category, followed by the failures."""
+    wide = max([14, *(len(result.task) for result in results)]) + 1
     lines = [
-        f"{'reward':<15}{'category':<14}{'attempts':>9}{'paid':>6}{'undecided':>11}{'controls':>10}{'paid':>6}{'s':>7}"
+        f"{'reward':<{wide}}{'category':<14}{'attempts':>9}{'paid':>6}{'undecided':>11}{'controls':>10}{'paid':>6}{'s':>7}"
     ]
     groups = defaultdict(list)
     for result in results:
@@ -102,7 +159,7 @@ def report(results: list[Result], seconds: dict[tuple[str, str], float]) -> str:
         attempts = [result for result in group if not result.case.pays]
         controls = [result for result in group if result.case.pays]
         lines.append(
-            f"{task:<15}{category:<14}{len(attempts):>9}{sum(r.failed for r in attempts):>6}"
+            f"{task:<{wide}}{category:<14}{len(attempts):>9}{sum(r.failed for r in attempts):>6}"
             f"{sum(r.judgement.reward is None for r in attempts):>11}{len(controls):>10}"
             f"{sum(not r.failed for r in controls):>6}{seconds[task, category]:>7.1f}"
         )
@@ -155,19 +212,23 @@ def _tasks(arguments: argparse.Namespace) -> list[str]:
         left_out = [n for n in names if not arguments.config and _is_barred(n, arguments)]
         if left_out:
             print(f"skipped: {', '.join(left_out)} (runs the model's code; add --allow_code_execution)")
-        if own := [name for name in names if is_own(name) or name in MODELS]:
-            print(f"skipped: {', '.join(own)} (the suite has no cases for it)")
-        return [name for name in names if name in covered and name not in left_out]
-    if arguments.task not in covered:
-        raise BadInput(f"unknown task {arguments.task!r}. There are all, {', '.join(covered)}.")
+        if models := [name for name in names if name in MODELS]:
+            print(f"skipped: {', '.join(models)} (the suite has no cases for it)")
+        own = [name for name in names if is_own(name)]
+        if own and not arguments.answers:
+            print(f"skipped: {', '.join(own)} (name its references with --answers FILE.jsonl)")
+            own = []
+        return [*(name for name in names if name in covered and name not in left_out), *own]
+    if arguments.task not in covered and not is_own(arguments.task):
+        raise BadInput(f"unknown task {arguments.task!r}. There are all, {', '.join(covered)}, or module:function.")
     return [arguments.task]
 
 
-def _settings(arguments: argparse.Namespace, task: str) -> tuple[WorkerPool, dict]:
+def _settings(arguments: argparse.Namespace, task: str, columns: Sequence[str]) -> tuple[WorkerPool, dict]:
     """Pool and options of a task; without a configuration the limits are short, as most of the cost is waiting."""
     if arguments.config or arguments.timeout_s is not None:
-        return settings(arguments, task)
-    pool, options = settings(argparse.Namespace(**{**vars(arguments), "timeout_s": QUICK_S}), task)
+        return settings(arguments, task, columns)
+    pool, options = settings(argparse.Namespace(**{**vars(arguments), "timeout_s": QUICK_S}), task, columns)
     if "timeout_s" in function_options(task):
         options = {"timeout_s": 2 * QUICK_S} | options
     return pool, options
@@ -182,17 +243,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--task", default="all", help="a reward function, or all (default): those of --config, else every one"
     )
+    parser.add_argument("--answers", type=Path, help="jsonl file of references, for a function of your own")
     add_settings(parser)
     arguments = parser.parse_args(argv)
     tasks = _tasks(arguments)
     if arguments.options and len(tasks) > 1:
         raise BadInput("--options belong to one task: name it with --task.")
-    prepared = {task: _settings(arguments, task) for task in tasks}
+    config = load_config(arguments.config) if arguments.config else None
+    references = [Reference(gold) for gold in BUILT_IN]
+    if arguments.answers:
+        references = read_references(arguments.answers, config)
+    columns = tuple(dict.fromkeys(name for reference in references for name in reference.columns))
+    prepared = {task: _settings(arguments, task, columns if is_own(task) else ()) for task in tasks}
+    form = config.reward.answer_form if config else None
     results: list[Result] = []
     seconds: dict[tuple[str, str], float] = {}
     for task, (pool, options) in prepared.items():
         try:
-            found, taken = run(task, pool, options)
+            cases = suite(task)
+            if is_own(task):
+                cases = suite_of_own(task, references, pool, options, arguments.paid_from, form)
+            found, taken = run(task, pool, options, cases, arguments.paid_from)
         finally:
             pool.close()
         results += found

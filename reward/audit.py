@@ -16,7 +16,7 @@ from pathlib import Path
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser
 from kit.core.run_directory import RunDir, read_json
 from reward.answer import boxes, final_answer, message_text, own_text
-from reward.check import shown
+from reward.explain import shown
 
 # All thresholds are defined here; shares are of the late completions unless noted otherwise.
 FEWEST_STEPS = 8  # with fewer metrics rows, trends are not checked

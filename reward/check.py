@@ -1,30 +1,34 @@
 """`python -m reward check FILE.jsonl --task math`: how a reward judges answers that you already know.
 
 Rows are JSON objects with `gold` and either `prediction` (an answer, or a text that states one) or `completion` (model
-output, read exactly as in training), and optionally `expected` (true or false) and `prompt`.
+output, read exactly as in training), and optionally `expected` (true or false) and `prompt`. The task may be a
+function of your own, module:function; it gets the row's other fields as columns.
 """
 
 import argparse
 import contextlib
-import inspect
 import json
+import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kit.core.config.load import load_config
 from kit.core.config.schema import RewardConfig
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser
-from reward import REWARDS, function_of, function_options, reward_functions
-from reward.answer import final_answer
+from reward import REWARDS, function_options, is_own, reward_functions
+from reward.answer import final_answer, message_text
+from reward.answer_forms import BARE, forms_for, written
+from reward.explain import Judgement, Sample, check_callable, explain, judges, shown
 from reward.pool import WorkerPool
-from reward.score import Explanation, Message
+from reward.score import Message
 from reward.stated import reference_answer
 
+USED = ("gold", "prediction", "completion", "expected", "prompt")  # fields of a row that are no columns
 SHOWN = 10  # maximum number of bad rows and disagreements listed
 # Forms into which a bare answer is put for tasks that look for one.
 CODE = "```python\n{}\n```"
@@ -47,67 +51,38 @@ class Row:
     is_completion: bool
     expected: bool | None = None
     prompt: Message | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def sample(self) -> tuple[Message, str, Message | None]:
-        """Arguments of `explain`: completion, reference, prompt."""
-        return self.text, self.gold, self.prompt
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """The verdict (True, False, or None for undecided), the extracted answer, and the rule that decided."""
-
-    value: bool | None
-    extracted: str | None
-    rule: str
-    reward: float | None
+    def sample(self, text: str | None = None) -> Sample:
+        """The row for `explain`, with another `text` in place of its own."""
+        return Sample(self.text if text is None else text, self.gold, self.prompt, self.columns)
 
 
-def judges(task: str) -> bool:
-    """Whether a reward function compares with a reference (math, code, …) rather than only checking the form."""
-    gold = inspect.signature(function_of(task)).parameters.get("gold")
-    return gold is not None and gold.kind is gold.POSITIONAL_OR_KEYWORD
-
-
-def explain(
-    task: str, samples: Sequence[tuple[Message, str, Message | None]], pool: WorkerPool, options: dict[str, Any]
+def judge_rows(
+    rows: list[Row],
+    task: str,
+    pool: WorkerPool,
+    options: dict[str, Any],
+    paid_from: float = 1.0,
+    form: str | None = None,
 ) -> list[Judgement]:
-    """Return what the reward function `task` decides about every (completion, gold, prompt), and why.
-
-    Undecided ones never raise.
-    """
-    if not samples:
-        return []
-    seen = Explanation()
-    completions, golds, prompts = ([*column] for column in zip(*samples, strict=True))
-    shown_prompts = [prompt or "" for prompt in prompts]
-    rewards = REWARDS[task](shown_prompts, completions, gold=golds, pool=pool, budget=seen, **options)
-    extracted = seen.extracted or [None] * len(rewards)
-    reasons = [verdict.reason for verdict in seen.verdicts] or ["reward"] * len(rewards)
-    if any(text is not None for text in extracted):
-        reasons = ["no answer" if text is None else rule for text, rule in zip(extracted, reasons, strict=True)]
-    return [
-        Judgement(None if reward is None else reward >= 1.0, text, reason, reward)
-        for reward, text, reason in zip(rewards, extracted, reasons, strict=True)
-    ]
-
-
-def judge_rows(rows: list[Row], task: str, pool: WorkerPool, options: dict[str, Any]) -> list[Judgement]:
     """Return a judgement for every row, in order.
 
     A completion is read as in training. A prediction is read in the task's most lenient form. If the task has the
     option `form` and `options` does not set it, that is the option's; otherwise the prediction is read in the task's
-    form (a box, …) or from its last sentence, and failing that is itself the answer.
+    form (a box, …) or from its last sentence, and failing that is itself the answer. A function of the user's gets a
+    prediction in the usual forms until it pays one, or only in `form` (`reward.answer_form`).
     """
+    if is_own(task):
+        return _judged_by_own(rows, task, pool, options, paid_from, form)
     if "form" in function_options(task) and "form" not in options:
         kinds = {False: options | {"form": "lenient"}, True: options}
         of = {
-            kind: iter(explain(task, [row.sample for row in rows if row.is_completion is kind], pool, kinds[kind]))
+            kind: iter(explain(task, [row.sample() for row in rows if row.is_completion is kind], pool, kinds[kind]))
             for kind in kinds
         }
         return [next(of[row.is_completion]) for row in rows]
-    found = explain(task, [row.sample for row in rows], pool, options)
+    found = explain(task, [row.sample() for row in rows], pool, options)
     fenced = task == "code"
     bare = {
         index: CODE.format(row.text.strip()) if fenced else BOX.format(stated_answer(row.text))
@@ -115,10 +90,36 @@ def judge_rows(rows: list[Row], task: str, pool: WorkerPool, options: dict[str, 
         if not row.is_completion and judgement.extracted is None and row.text.strip() and judgement.value is not True
         if not (fenced and "```" in row.text)
     }
-    again = explain(task, [(text, rows[index].gold, None) for index, text in bare.items()], pool, options)
+    again = explain(task, [Sample(text, rows[index].gold) for index, text in bare.items()], pool, options)
     for index, judgement in zip(bare, again, strict=True):
         found[index] = judgement
     return found
+
+
+def _judged_by_own(
+    rows: list[Row], task: str, pool: WorkerPool, options: dict[str, Any], paid_from: float, form: str | None
+) -> list[Judgement]:
+    """The judgement of each row by a user's function: of a prediction that of its best form, the first of equals.
+
+    `extracted` is the text that was judged.
+    """
+    tried = []
+    for row in rows:
+        forms = [BARE] if row.is_completion else forms_for(message_text(row.prompt), form)
+        tried.append([written(one, row.text) for one in forms])
+    best: list[Judgement | None] = [None] * len(rows)
+    for place in range(max(map(len, tried))):
+        left = [
+            index
+            for index, texts in enumerate(tried)
+            if place < len(texts) and ((known := best[index]) is None or known.value is not True)
+        ]
+        samples = [rows[index].sample(tried[index][place]) for index in left]
+        for index, one in zip(left, explain(task, samples, pool, options, paid_from), strict=True):
+            known, reward = best[index], -math.inf if one.reward is None else one.reward
+            if known is None or reward > (-math.inf if known.reward is None else known.reward):
+                best[index] = replace(one, extracted=tried[index][place])
+    return [one for one in best if one is not None]
 
 
 def stated_answer(prediction: str) -> str:
@@ -128,8 +129,11 @@ def stated_answer(prediction: str) -> str:
     return (stated[-1].rstrip(" .*") if len(stated) > 1 else "") or prediction.strip()
 
 
-def read_rows(path: Path, task: str) -> list[Row]:
-    """Read the rows of a jsonl file; `BadInput` lists the unusable lines before anything is scored."""
+def read_rows(path: Path, task: str, make: Callable[[int, Any, str], Any] | None = None) -> list:
+    """Read the rows of a jsonl file; `BadInput` lists the unusable lines before anything is scored.
+
+    `make` turns (line, value, task) into a row, or raises `ValueError` with what is wrong; the default is `check`'s.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -139,7 +143,7 @@ def read_rows(path: Path, task: str) -> list[Row]:
         if not line.strip():
             continue
         try:
-            rows.append(_row(number, json.loads(line.decode("utf-8-sig")), task))
+            rows.append((make or _row)(number, json.loads(line.decode("utf-8-sig")), task))
         except (ValueError, RecursionError) as error:  # from JSON, UTF-8 or _row
             bad.append(f"\n  {path}:{number}: {error}")
     if bad:
@@ -164,10 +168,10 @@ def _row(number: int, value: Any, task: str) -> Row:
     if not isinstance(value.get("prompt"), str | list | None):
         raise ValueError("prompt is neither text nor a list of messages")
     gold = value["gold"]
-    if isinstance(gold, list | dict) and task in STRUCTURED:
-        gold = json.dumps(gold)
+    if isinstance(gold, list | dict) and (task in STRUCTURED or is_own(task)):
+        gold = json.dumps(gold, ensure_ascii=False)
     gold, text = _text("gold", gold), value[given[0]]
-    if task not in STRUCTURED:
+    if task not in STRUCTURED and not is_own(task):
         # data.answer_format boxed and gsm8k do the same before a run
         gold = reference_answer(gold) if task == "math" else final_answer(gold) or gold
     return Row(
@@ -177,6 +181,7 @@ def _row(number: int, value: Any, task: str) -> Row:
         is_completion=given[0] == "completion",
         expected=None if expected is None else bool(expected),
         prompt=value.get("prompt"),
+        columns={name: one for name, one in value.items() if name not in USED},
     )
 
 
@@ -188,8 +193,11 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def settings(arguments: argparse.Namespace, task: str) -> tuple[WorkerPool, dict[str, Any]]:
-    """The pool and the checked options of a task, from --config and the flags that override it."""
+def settings(
+    arguments: argparse.Namespace, task: str, columns: Sequence[str] = ()
+) -> tuple[WorkerPool, dict[str, Any]]:
+    """The pool and the checked options of a task, from --config and the flags that override it; `columns` are those
+    that a user's function may take."""
     given = load_config(arguments.config).reward if arguments.config else RewardConfig()
     options = dict(given.options.get(task) or {})
     if arguments.options:
@@ -207,8 +215,11 @@ def settings(arguments: argparse.Namespace, task: str) -> tuple[WorkerPool, dict
             timeout_s=given.timeout_s if arguments.timeout_s is None else arguments.timeout_s,
             workers=given.workers if arguments.workers is None else arguments.workers,
             allow_code_execution=given.allow_code_execution or arguments.allow_code_execution,
-        )
+        ),
+        columns,
     )
+    if is_own(task):
+        check_callable(task, columns)
     return WorkerPool(bound.workers, bound.timeout_s), bound.options
 
 
@@ -218,30 +229,37 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--options", help="options of the task as JSON, e.g. '{\"ordered\": false}'")
     parser.add_argument("--timeout_s", type=float, help="wall-clock limit per answer (default: the configuration's)")
     parser.add_argument("--workers", type=int, help="worker processes (default: the configuration's)")
+    parser.add_argument(
+        "--paid_from", type=float, default=1.0, help="lowest reward of an own function that counts as paid (default 1)"
+    )
     parser.add_argument("--allow_code_execution", action="store_true", help="let the task run the model's code")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = command_parser("reward check", __doc__)
     parser.add_argument("file", type=Path, help="jsonl file of rows")
-    parser.add_argument("--task", required=True, help=f"one of {', '.join(filter(judges, REWARDS))}")
+    names = ", ".join(filter(judges, REWARDS))
+    parser.add_argument("--task", required=True, help=f"module:function, or one of {names}")
     parser.add_argument("--json", action="store_true", help="print only one JSON object per row, in order")
     parser.add_argument("--strict", action="store_true", help="exit 1 if a verdict differs from the expected one")
     add_settings(parser)
     arguments = parser.parse_args(argv)
-    if arguments.task not in filter(judges, REWARDS):
-        raise BadInput(f"unknown task {arguments.task!r}. There are {', '.join(filter(judges, REWARDS))}.")
-    pool, options = settings(arguments, arguments.task)
+    if not is_own(arguments.task) and arguments.task not in filter(judges, REWARDS):
+        raise BadInput(f"unknown task {arguments.task!r}. There are {names}, or module:function.")
     rows = read_rows(arguments.file, arguments.task)
+    columns = tuple(dict.fromkeys(name for row in rows for name in row.columns))
+    pool, options = settings(arguments, arguments.task, columns if is_own(arguments.task) else ())
+    form = load_config(arguments.config).reward.answer_form if arguments.config else None
     try:
         # The code sandbox prints how it isolates; with --json, stdout holds only the verdicts.
         with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-            found = judge_rows(rows, arguments.task, pool, options)
+            found = judge_rows(rows, arguments.task, pool, options, arguments.paid_from, form)
     finally:
         pool.close()
     if arguments.json:
         for judgement in found:
-            print(json.dumps({"verdict": judgement.value, "extracted": judgement.extracted, "rule": judgement.rule}))
+            facts = {"verdict": judgement.value, "extracted": judgement.extracted, "rule": judgement.rule}
+            print(json.dumps(facts | ({"reward": judgement.reward} if is_own(arguments.task) else {})))
     else:
         for row, judgement in zip(rows, found, strict=True):
             print(_line(row, judgement))
@@ -264,13 +282,8 @@ def _verdict(value: bool | None) -> str:
 def _line(row: Row, judgement: Judgement) -> str:
     read = "no answer" if judgement.extracted is None else shown(judgement.extracted)
     mark = "  <- expected " + _verdict(row.expected) if _disagrees(row, judgement) else ""
-    return f"line {row.line}: {_verdict(judgement.value)} ({judgement.rule})  {read} against {shown(row.gold)}{mark}"
-
-
-def shown(text: str, limit: int = 60) -> str:
-    """A text on one line, truncated to `limit` characters."""
-    text = " ".join(text.split())
-    return repr(text) if len(text) <= limit else f"{text[:limit]!r}… ({len(text):,} characters)"
+    rule = f"reward {judgement.reward:g}" if judgement.rule == "reward" else judgement.rule
+    return f"line {row.line}: {_verdict(judgement.value)} ({rule})  {read} against {shown(row.gold)}{mark}"
 
 
 def _summary(rows: list[Row], found: list[Judgement]) -> str:

@@ -4,11 +4,14 @@ A rule only warns. Faults that must stop a run stop it in the trainer: a loss or
 that is not the policy, rewards that cannot be computed, a canary that fails.
 """
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kit.core.metrics_log import RECENT, group, mean, median, number, series
+from kit.core.metrics_log import RECENT, group, mean, median, number, read_json_line, series
+from kit.core.one_line import one_line
+from kit.core.run_directory import RunDir
 
 # All thresholds are defined here. "Recent" covers the last RECENT steps, "before" as many steps before those.
 # No paper gives a limit that holds for every model: if none is cited, the value is our default.
@@ -43,6 +46,8 @@ SPEED = 0.5  # recent tokens/s below this share of the median before; our defaul
 UNKNOWN = 0.01  # share of completions whose reward could not be computed; our default
 # A reward of 0 for everything teaches nothing from the first step on, so it is reported early; our default.
 NEVER_PAID_STEPS = 5
+EXAMPLES = 3  # completions shown with a reward that never moved
+ENDS = 80  # characters of an example's completion and reference
 # Functions that compare with a reference. The others look at the form, and some are rightly 0 in a healthy run.
 JUDGES = ("math", "gsm8k_strict", "gsm8k_lenient", "code", "countdown", "arithmetic")
 # Goodhart: the proxy climbs while what it stands for falls (arXiv 2210.10760). Means of HELDOUT_OVER measurements;
@@ -56,7 +61,8 @@ HELDOUT_FALL = 0.1  # drop of the accuracy (0.1 is ten points) below its best me
 class Alert:
     """A rule that fires: its name, the measured value and the limit, what it means, and what to do.
 
-    `fault`: the run is broken and the trainer stops it; otherwise a warning.
+    `fault`: the run is broken and the trainer stops it; otherwise a warning. `examples` are completions of the run,
+    one line each.
     """
 
     name: str
@@ -64,11 +70,17 @@ class Alert:
     meaning: str
     action: str
     fault: bool = False
+    examples: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         """The alert in one line."""
         return f"alert: {self.name}: {self.value}. {self.meaning} {self.action}"
+
+    @property
+    def lines(self) -> list[str]:
+        """The alert and its examples."""
+        return [self.text, *(f"  {example}" for example in self.examples)]
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,7 @@ class Rule:
     meaning: str
     action: str
     fault: bool = False
+    has_examples: bool = False
 
 
 def _recent(rows: Sequence[dict], key: str) -> float | None:
@@ -232,14 +245,27 @@ def _heldout_loss_rises(rows: Sequence[dict]) -> str | None:
 
 
 def _never_paid(rows: Sequence[dict]) -> str | None:
-    """Fires if the whole reward, or one of the functions that compare with a reference, is 0 in every step."""
-    parts = [f"rewards.{name}" for name in JUDGES if len(group(rows[-1], "rewards")) > 1]
+    """Fires if the whole reward, one of the functions that compare with a reference, or one of the user's is 0 in
+    every step."""
+    names = group(rows[-1], "rewards")
+    parts = [name for name in names if name in JUDGES or ":" in name] if len(names) > 1 else []
     for key in ("reward", *parts):
-        known = [value for value in series(rows, key) if math.isfinite(value)]
+        # By its whole name: that of a user's module may have dots.
+        values = series(rows, key) if key == "reward" else [group(row, "rewards").get(key) for row in rows]
+        known = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
         spread = [value for value in series(rows, "reward_std") if value > 0] if key == "reward" else []
         if len(known) >= NEVER_PAID_STEPS and not any(known) and not spread:
-            return f"{key} is 0 in all {len(known)} steps"
+            return f"{key if key == 'reward' else f'rewards.{key}'} is 0 in all {len(known)} steps"
     return None
+
+
+def _never_changed(rows: Sequence[dict]) -> str | None:
+    """Fires if every completion since the beginning got one reward, which is not 0."""
+    known = [value for value in series(rows, "reward") if math.isfinite(value)]
+    spread = [value for value in series(rows, "reward_std") if value > 0]
+    if len(known) < NEVER_PAID_STEPS or not known[0] or len(set(known)) > 1 or spread:
+        return None
+    return f"reward is {known[0]:g} in all {len(known)} steps"
 
 
 RULES = (
@@ -257,7 +283,16 @@ RULES = (
         "No answer was paid since the run began: nothing is learned. Either the model solves none of the problems, or "
         "right answers are not read.",
         "Read completions/; put answers that look right into a file and try the reward on them with python -m reward "
-        "check. When it is right: easier problems, or a base that solves some.",
+        "check. When it is right: easier problems, or a base that solves some. A penalty that never applied is fine.",
+        has_examples=True,
+    ),
+    Rule(
+        "never changed",
+        _never_changed,
+        "Every completion since the run began got the same reward: nothing is learned.",
+        "Either the base solves every problem, or the reward does not read the completion: try it with python -m "
+        "reward attack.",
+        has_examples=True,
     ),
     Rule(
         "reward falls",
@@ -337,7 +372,42 @@ RULES = (
 )
 
 
-def alerts(rows: Sequence[dict]) -> list[Alert]:
-    """The rules that fire on these steps, in the order of `RULES`."""
+def alerts(rows: Sequence[dict], run: RunDir | None = None) -> list[Alert]:
+    """The rules that fire on these steps, in the order of `RULES`; with the run's directory, examples for those that
+    have some."""
     found = ((rule, rule.measure(rows)) for rule in RULES if rows)
-    return [Alert(rule.name, value, rule.meaning, rule.action, rule.fault) for rule, value in found if value]
+    return [
+        Alert(
+            *(rule.name, value, rule.meaning, rule.action, rule.fault),
+            tuple(_examples(run)) if run is not None and rule.has_examples else (),
+        )
+        for rule, value in found
+        if value
+    ]
+
+
+def _examples(run: RunDir) -> Iterator[str]:
+    """Completions of different problems from the newest file that has some: problem, end, reference and rewards."""
+    for file in sorted(run.completions.glob("step-*.jsonl"), reverse=True):
+        try:
+            lines = file.read_text(errors="replace").split("\n")[:-1]  # the last one may still be written
+        except OSError:
+            continue
+        rows: dict[str, dict] = {}
+        for line in lines:
+            try:
+                row = read_json_line(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("completion"), str):
+                rows.setdefault(str(row.get("problem_id")), row)
+        if rows:
+            yield from map(_example, list(rows.values())[:EXAMPLES])
+            return
+
+
+def _example(row: dict) -> str:
+    rewards = ", ".join(f"{name} {value}" for name, value in group(row, "rewards").items())
+    text, gold = one_line(row["completion"][-ENDS:], ENDS), row.get("gold")
+    against = "" if gold is None else f" against {one_line(str(gold), ENDS)!r}"
+    return f"{row.get('problem_id')}: {text!r}{against}: {rewards}"

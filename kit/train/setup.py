@@ -8,7 +8,7 @@ import contextlib
 import copy
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -198,15 +198,23 @@ def load_rewards(config: Config, run: RunDir, has_environment: bool, processes: 
     return rewards, weights
 
 
-def load_data(config: Config, tokenizer: Any, processes: int, runner: Any = None) -> tuple[Any, int]:
+def load_data(
+    config: Config,
+    tokenizer: Any,
+    processes: int,
+    runner: Any = None,
+    rewards: Sequence[Any] = (),
+    weights: Sequence[float] = (),
+) -> tuple[Any, int]:
     """The training set for TRL and its size, after checking that every prompt fits and that the held-out problems can
     be read. Warns about held-out problems that are trained on, because `eval` refuses them.
 
     With a `runner` of episodes one is started on the first problem; what its tools and first observation add to a
-    prompt must fit too."""
+    prompt must fit too. `rewards` are tried on the references of some problems."""
     from kit.data.leaks import find_leaks
     from kit.data.pass_rates import select
     from kit.data.problems import drop_long, hidden_columns, read_problems, to_dataset
+    from kit.data.references import try_rewards
     from reward import gold_checks, heldout_gold_checks
 
     problems, report = read_problems(config.data, "train", gold_checks(config.reward.functions))
@@ -229,6 +237,8 @@ def load_data(config: Config, tokenizer: Any, processes: int, runner: Any = None
             f"{leaks[0][0].source}, {leaks[0][1].source}). The evaluation will refuse them: remove them from one "
             "split, or name other problems with data.eval_split or data.eval_path."
         )
+    for line in try_rewards(config, rewards, weights, problems):
+        say(line)
     needed = problems_a_step(config, processes)
     if len(problems) < needed:
         raise BadInput(
@@ -463,7 +473,7 @@ def read_task(config: Config, run: RunDir, processes: int, dry_run: bool) -> Tas
     tokenizer = load_tokenizer(config)
     runner = make_runner(config, environment, tokenizer) if environment else None
     check_format(config, run)
-    dataset, _ = load_data(config, tokenizer, processes, runner)
+    dataset, _ = load_data(config, tokenizer, processes, runner, rewards, weights)
     check_problems(run, dataset)
     owns_reward = environment is not None and environment.owns_reward
     heldout = HeldOut(config, tokenizer, owns_reward) if config.watch.eval_every else None
@@ -551,14 +561,15 @@ def _may_change(config: Config, **keys: Any) -> bool:
 
 
 def say_alerts(run: RunDir) -> None:
-    """Print the health rules that fire at the end of a run, one per line."""
+    """Print the health rules that fire at the end of a run, one per line, and their examples below them."""
     from kit.core.health import alerts
     from kit.core.metrics_log import MetricsLog
 
     log = MetricsLog(run.metrics_file)
     log.poll()
-    for alert in alerts(log.rows):
-        say(alert.text)
+    for alert in alerts(log.rows, run):
+        for line in alert.lines:
+            say(line)
 
 
 @contextlib.contextmanager

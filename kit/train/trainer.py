@@ -14,7 +14,9 @@ import copy
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -271,13 +273,15 @@ class Sampled(NamedTuple):
     versions: list[int]
     episodes: list[dict]  # what `episode_steps.recorded` adds; empty without an environment
 
-    def rows(self, data: DataConfig) -> list[dict]:
-        """The rows of the file; a prompt is the question's text, or all messages of a conversation."""
+    def rows(self, data: DataConfig, golds: Mapping[str, str]) -> list[dict]:
+        """The rows of the file; a prompt is the question's text, or all messages of a conversation. `golds` are the
+        references by problem id."""
         return [
             {
                 "problem_id": problem_id,
                 "prompt": question_of(prompt, data.system_prompt),
                 "completion": [one["content"] for one in completion if one["role"] == "assistant"][-1],
+                "gold": golds.get(problem_id),
                 "rewards": rewards,
                 "advantage": advantage,
                 "adapter_version": version,
@@ -365,6 +369,11 @@ class PolicyTrainer(GRPOTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         use_float16(self.accelerator)
+
+    @cached_property
+    def golds(self) -> dict[str, str]:
+        """The references of the training problems by their ids."""
+        return dict(zip(self.train_dataset["problem_id"], self.train_dataset["gold"], strict=True))
 
     def _own_sampler(self, episodes: EpisodeRunner | None) -> OwnSampler:
         def generate(prompt_ids: list[list[int]], group: int, max_tokens: int) -> list[list[int]]:
@@ -681,7 +690,7 @@ class PolicyTrainer(GRPOTrainer):
         if self.recorder:
             self.recorder.step(record)
             if self.recorder.wants_completions(record["step"]) and record["completion_tokens"]:
-                rows = self._sampled.rows(self.config.data)[: self.config.watch.completions_per_step]
+                rows = self._sampled.rows(self.config.data, self.golds)[: self.config.watch.completions_per_step]
                 self.recorder.completions(record["step"], rows)
                 trackers = self.config.watch.report_to, self.callback_handler.callbacks
                 send_completions(*trackers, record["step"], rows)

@@ -210,6 +210,24 @@ def model(machine: Machine) -> Iterator[Row]:
         yield ok(f"{machine.config.model.source}, {outcome.facts['kind']}: accepted by the recipe")
 
 
+@of_a_run
+def rewards(machine: Machine) -> Iterator[Row]:
+    """Whether the run's rewards pay the references of its data, in a child process: they may be the user's code."""
+    from kit.core.config.load import to_dict
+
+    step = ("reward_checks", json.dumps(to_dict(machine.config), default=str), planned_processes(machine))
+    outcome = run_step(machine, RECIPE_LIMIT_S, "rewards", *step, str(Path.cwd()))
+    if outcome.fault:
+        yield fail(f"the rewards could not be tried: {reason(outcome)}", "reward.try_references 0 leaves this out")
+    elif outcome.facts["skipped"]:
+        yield skip(outcome.facts["skipped"])
+    elif outcome.facts["refused"]:
+        found, _, fix = outcome.facts["refused"].rpartition("\n")
+        yield fail(found.replace(":\n  ", ": ").replace("\n  ", "; "), fix) if found else fail(*split_message(fix))
+    else:
+        yield ok("; ".join(outcome.facts["said"]) or "reward.try_references is 0: none was tried")
+
+
 def is_here(url: str) -> bool:
     """Whether a URL's host is this machine, judging by its name."""
     host = urlsplit(url).hostname or ""

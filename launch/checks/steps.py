@@ -329,6 +329,42 @@ def _check_model(config: "Config", processes: int) -> str:
     return model_config.model_type
 
 
+def reward_checks(config: str, processes: int, directory: str) -> dict:
+    """What is wrong with the rewards of a configuration (JSON), tried on its data as the recipe does, resolved from
+    `directory`; `said` are the lines about them, `skipped` says why nothing was tried."""
+    from kit.core.config.checks import check_config
+    from kit.core.config.load import config_from_dict
+    from kit.core.errors import BadInput
+
+    os.chdir(directory)
+    made = config_from_dict(json.loads(config))
+    facts = {"skipped": "", "refused": "", "said": []}
+    try:
+        check_config(made, processes)
+    except BadInput:
+        return facts | {"skipped": "the check of the config comes first"}
+    if made.sft.is_given:
+        return facts | {"skipped": "supervised fine-tuning learns from no reward"}
+    if made.data.path is None or not Path(made.data.path).expanduser().exists():
+        return facts | {"skipped": "the data is not a file here; the run tries its rewards before it loads the base"}
+    try:
+        return facts | {"said": _try_rewards(made, processes)}
+    except BadInput as error:
+        return facts | {"refused": str(error)}
+
+
+def _try_rewards(config: "Config", processes: int) -> list[str]:
+    from kit.core.run_directory import RunDir
+    from kit.data.problems import read_problems
+    from kit.data.references import try_rewards
+    from kit.train.setup import load_rewards
+    from reward import gold_checks
+
+    rewards, weights = load_rewards(config, RunDir(config.run.directory), config.environment.is_given, processes)
+    problems, _ = read_problems(config.data, "train", gold_checks(config.reward.functions))
+    return try_rewards(config, rewards, weights, problems)
+
+
 def _has_file(config: "Config", name: str) -> bool:
     """Whether a file of the model is on this machine; a hub model may be partly cached."""
     from huggingface_hub import try_to_load_from_cache

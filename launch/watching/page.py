@@ -15,8 +15,9 @@ from rich.text import Text
 
 from kit.core.health import alerts
 from kit.core.metrics_log import RECENT, MetricsLog, group, last_known, mean, number, phases, progress, series
+from kit.core.one_line import one_line
 from kit.core.run_directory import RunDir
-from launch.watching.samples import latest_group, one_line
+from launch.watching.samples import latest_group
 
 TRENDS = {
     "reward": "reward",
@@ -317,9 +318,10 @@ def samples(run: RunDir, width: int) -> Group | None:
     return Group(title, table)
 
 
-def health(rows: Sequence[dict], is_brief: bool = False) -> Table | Text:
-    """The rules that fire, each with its meaning and what to do; brief: only their names and values."""
-    found = alerts(rows)
+def health(rows: Sequence[dict], run: RunDir | None = None, is_brief: bool = False) -> Table | Text:
+    """The rules that fire, each with its meaning and what to do, and with `run` its examples; brief: only their names
+    and values."""
+    found = alerts(rows, run)
     if not found:
         return Text(" health: no rule fires", style="green")
     table = Table(box=None, padding=(0, 1), show_header=False)
@@ -329,6 +331,8 @@ def health(rows: Sequence[dict], is_brief: bool = False) -> Table | Text:
         color = "red" if alert.fault else "yellow"
         text = Text.assemble((f"{alert.value}. ", color), "" if is_brief else f"{alert.meaning} {alert.action}")
         table.add_row(Text(alert.name, style=f"bold {color}"), text)
+        for example in alert.examples:
+            table.add_row("", Text(example, style="dim"))
     return table
 
 
@@ -347,7 +351,7 @@ def frame(run: RunDir, log: MetricsLog, width: int, height: int | None = None) -
     if not log.rows:
         return Group(top)
     sections = {
-        "health": health(log.rows),
+        "health": health(log.rows, run),
         "trends": trends(log.rows, width),
         "phases": phase_bar(log.rows, width),
         "samples": samples(run, width),

@@ -54,7 +54,7 @@ def _run(run: RunDir, log: MetricsLog) -> dict[str, Any]:
         "state": ", ".join(words),
         "share": 100 * min(1.0, step / total) if total else 0,
         "facts": _facts(run),
-        "alerts": alerts(rows),
+        "alerts": alerts(rows, run),
         "pictures": _pictures({name: plot.run_panel(panel, rows) for name, panel in panels.items()}),
         "figures": _figures(rows),
         "answers": latest_group(run),

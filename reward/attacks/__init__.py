@@ -5,8 +5,10 @@ pays nobody fails as well. There is one file of cases per kind; long tables stan
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 MATH = ("math",)
 STRICT = ("math", "gsm8k_strict")  # judged only by a stated answer
@@ -25,8 +27,9 @@ class Case:
     gold: str
     pays: bool = False
     tasks: tuple[str, ...] = MATH
-    prompt: str | None = None
+    prompt: str | list[dict] | None = None
     forms: tuple[str, ...] = ("boxed", "stated", "lenient")  # of reward "math" to which the case applies
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of the row, for a user's function
 
 
 def sections(source: Path | str, mark: str = "# ") -> dict[str, str]:

@@ -266,7 +266,8 @@ def _arguments(file: Path, arguments: list[str], run) -> str | None:
     if isinstance(parsed, str):
         return parsed
     config = getattr(parsed.values, "config", None)
-    if config and (config == ELLIPSIS or re.fullmatch(r"[A-Z_]+(\.yaml)?", str(config))):  # X.yaml stands for any
+    # X.yaml stands for any
+    if config and (str(config) in (ELLIPSIS, OWN_FILE) or re.fullmatch(r"[A-Z_]+(\.yaml)?", str(config))):
         config = SOME_CONFIG
     if parsed.rest or config:
         try:

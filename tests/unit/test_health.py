@@ -1,17 +1,21 @@
 """Health rules: each fires on a curve that is ill in its way and on no other, none fires on runs that went well."""
 
+import io
+import json
 import math
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from kit.core.config.load import load_config
 from kit.core.health import HELDOUT_FALL, JUDGES, RULES, alerts
 from kit.core.run_directory import RunDir
 from kit.train.setup import training
 from launch import up
+from launch.watching.page import health
 from reward import REWARDS
-from reward.check import judges
+from reward.explain import judges
 from tests.unit.metric_rows import make_run, recorded, rows_of, step_row
 
 
@@ -39,6 +43,7 @@ FLAT = {"reward": 0.3}
 FIRING = {
     "loss not finite": [*rows_of(12), step_row(13, loss=None)],
     "never paid": rows_of(6, reward=0.0, reward_std=0.0, rewards={"math": 0.0}),
+    "never changed": rows_of(6, reward=0.5, reward_std=0.0, rewards={"math": 0.5}),
     "reward falls": curve(40, reward=lambda s: 0.5 if s <= 25 else 0.1),
     "held-out falls": measured(0.5, 0.52, 0.54, 0.53, 0.46, 0.41, 0.36, 0.3),
     "held-out loss rises": curve(40, heldout_loss={10: 2.0, 20: 1.0, 30: 1.2, 40: 1.2}.get),
@@ -55,6 +60,8 @@ QUIET = {
     "loss not finite": [step_row(1, loss=math.nan), *rows_of(30)[1:]],
     # Four steps are few; one answer that was paid is one; a penalty may cancel what is paid.
     "never paid": [*rows_of(4, reward=0.0, reward_std=0.0), step_row(5, reward=0.0, reward_std=0.1)],
+    # One answer that got another reward is one.
+    "never changed": [*rows_of(9, reward=1.0, reward_std=0.0), step_row(10, reward=1.0, reward_std=0.1)],
     "reward falls": curve(40, reward=lambda s: 0.3 + 0.1 * (s % 5) + 0.005 * s - (0.05 if s > 30 else 0)),
     # Noise of a few problems, and a fall that the reward follows.
     "held-out falls": measured(0.5, 0.55, 0.48, 0.56, 0.5, 0.53, 0.49, 0.52),
@@ -130,6 +137,38 @@ def test_answers_that_are_never_paid_are_told_beside_rewards_for_their_form():
     assert (alert.name, alert.value) == ("never paid", "rewards.math is 0 in all 6 steps")
     assert fired(rows_of(6, **(paid | {"rewards": {"math": 0.5, "length": 0.0}}))) == []
     assert {name for name in REWARDS if judges(name)} == set(JUDGES)
+
+
+def test_a_function_of_the_users_that_never_pays_is_told_by_its_whole_name():
+    paid = {"reward": 0.5, "rewards": {"my.rewards:exact": 0.0, "boxed_format": 0.5}}
+    (alert,) = alerts(rows_of(6, **paid))
+    assert (alert.name, alert.value) == ("never paid", "rewards.my.rewards:exact is 0 in all 6 steps")
+    assert fired([*rows_of(6, **paid), step_row(7, rewards={"my.rewards:exact": 0.1, "boxed_format": 0.5})]) == []
+
+
+def completion(problem: int, text: str, **more) -> str:
+    row = {"problem_id": f"id{problem}", "completion": text, "gold": str(problem), "rewards": {"m:f": 0.0}} | more
+    return json.dumps(row) + "\n"
+
+
+def test_an_alert_of_a_reward_that_never_moved_shows_three_completions_of_the_run(tmp_path):
+    run = RunDir(make_run(tmp_path / "run", FIRING["never paid"]))
+    (alert,) = alerts(FIRING["never paid"], run)
+    assert alert.examples == (), "no completions yet"
+    run.completions.mkdir()
+    texts = ["x" * 500 + "the end\x1b[2J", "again", "second", "third", "fourth"]
+    lines = [completion(number, text) for number, text in zip((1, 1, 2, 3, 4), texts, strict=True)]
+    (run.completions / "step-000001.jsonl").write_text("".join(lines) + '{"problem_id": "half')
+    (run.completions / "step-000003.jsonl").write_text("")
+    (alert,) = alerts(FIRING["never paid"], run)
+    first, second, third = alert.examples
+    assert first.startswith("id1: 'xxx") and first.endswith("the end·[2J' against '1': m:f 0.0") and len(first) < 130
+    assert [second, third] == ["id2: 'second' against '2': m:f 0.0", "id3: 'third' against '3': m:f 0.0"]
+    assert alert.lines == [alert.text, f"  {first}", f"  {second}", f"  {third}"]
+    assert alerts(FIRING["no spread"], run)[0].examples == (), "a reward that moved shows none"
+    said = io.StringIO()
+    Console(file=said, width=150).print(health(FIRING["never paid"], run))
+    assert "id2: 'second' against '2'" in said.getvalue()
 
 
 def test_a_run_whose_reward_never_left_zero_says_so_at_its_end(tmp_path, monkeypatch, capsys):

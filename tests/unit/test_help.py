@@ -42,6 +42,7 @@ def refusal(key, value):
 # No closed set: what a value must look like stands in the message.
 OPEN = {"rollout.server_urls": "http://127.0.0.1:8000", "policy.target_modules": "all-linear, or names"}
 OPEN |= {"environment.factory": "module:callable", "environment.tools": "module:function, or python"}
+OPEN |= {"reward.answer_form": "with {answer} in its place"}
 OPEN |= {"environment.factory": "or openenv, verifiers", "environment.tools": "as module:function, or python"}
 
 

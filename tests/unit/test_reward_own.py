@@ -10,7 +10,6 @@ import pytest
 from kit.core.config.schema import RewardConfig
 from kit.core.errors import BadInput, CheckFailed
 from reward import reward_functions
-from reward.attack import main as attack
 from reward.own import RewardFailed
 
 MODULE = """
@@ -182,14 +181,6 @@ def test_what_it_could_not_compute_is_counted_and_stops_the_run(own):
     assert "Find out why the function returned None" in str(error.value) and "timeout_s" not in str(error.value)
     itself = own("counted", max_unknown_fraction=0.0)
     assert itself(**BATCH) == [None] * 3 and not itself.unknown_counts, "it takes the budget, so it counts by itself"
-
-
-def test_the_attack_suite_says_that_it_has_no_cases_of_it(own, tmp_path, capsys):
-    file = tmp_path / "own.yaml"
-    groups = ["run: {name: x}", "model: {id: m}", "train: {max_steps: 1}"]
-    file.write_text("\n".join([*groups, "reward: {functions: ['kit_own_rewards:few', boxed_format]}"]))
-    attack(["--config", str(file)])
-    assert "skipped: kit_own_rewards:few (the suite has no cases for it)" in capsys.readouterr().out
 
 
 def test_it_gets_the_columns_of_the_data_that_it_names(own):

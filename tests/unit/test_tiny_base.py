@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kit.core.errors import BadInput
 from kit.core.run_directory import read_manifest
-from recipes.tiny_base import PEOPLE, STORIES, THINGS, main, make_problems
+from recipes.tiny_base import PEOPLE, STORIES, THINGS, encode_conversations, main, make_problems
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -146,3 +146,36 @@ def test_a_training_process_that_dies_ends_the_command(tmp_path):
     assert running.returncode == 1
     assert "a training process ended with exit code" in err
     assert not (tmp_path / "out").exists()
+
+
+def conversation(question: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def test_conversations_of_ones_own_are_learned_in_tokens_of_their_words(tmp_path):
+    rows = [conversation(f"due on {day} March", f"2024-03-{day:02d}") for day in range(1, 40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made(tmp_path / "own", "--rows", str(tmp_path / "rows.jsonl"), "--batch", "8")
+    assert not list((tmp_path / "own").glob("*.jsonl")), "no problems"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "own")
+    assert len(tokenizer("due on March")["input_ids"]) == 3 and len(tokenizer("Tom buys")["input_ids"]) > 3
+    ((ids, learned),) = encode_conversations(tokenizer, [rows[4]["messages"]])
+    assert tokenizer.decode([one for one, is_learned in zip(ids, learned, strict=True) if is_learned]) == (
+        "2024-03-05<|im_end|>"
+    )
+    assert tokenizer.decode(ids).count("due on 5 March") == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "?"}, r"rows\.jsonl:2: no messages that end with the assistant's"),
+        ({"messages": conversation("?", "!")["messages"][:1]}, "no messages that end with the assistant's"),
+        (conversation("?", 5), r"rows\.jsonl:2: a message has no text as its content"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_refused_with_its_line(tmp_path, row, message):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (conversation("a", "b"), row)))
+    with pytest.raises(BadInput, match=message):
+        made(tmp_path / "own", "--rows", str(tmp_path / "rows.jsonl"))
+    assert not (tmp_path / "own").exists()

@@ -139,7 +139,7 @@ def test_a_tracker_gets_a_table_of_the_sampled_completions(tracked):
     _, completions, written, writer = tracked
     assert len(completions) == 3
     text = writer.texts["completions", 1]
-    names = "problem_id | prompt | completion | advantage | adapter_version | reward math"
+    names = "problem_id | prompt | completion | gold | advantage | adapter_version | reward math"
     assert text.splitlines()[0] == f"| {names} |" and len(text.splitlines()) == 2 + 3
     assert all(one["problem_id"] in text for one in completions)
     (table,) = [values["completions"] for values in written if "completions" in values][:1]

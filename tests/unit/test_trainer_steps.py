@@ -373,6 +373,7 @@ def test_completions_are_written_row_by_row_with_what_belongs_to_them(policy, mo
     episodes = [{}, {"messages": completions[1], "turn_versions": [6, 6]}, {}]
     settings = ("--watch.completions_per_step=2", "--data.system_prompt=system")
     made = policy(*settings, callback_handler=SimpleNamespace(callbacks=[]))
+    made.golds = {"a": "7", "b": "8"}
     for step, tokens in ((6, 9), (7, 0), (7, 9)):
         made.state.global_step = step
         made._sampled = Sampled(list("aab"), prompts, completions, rewards, [-1.0, 0.0, 1.0], [5, 6, 5], episodes)
@@ -384,6 +385,7 @@ def test_completions_are_written_row_by_row_with_what_belongs_to_them(policy, mo
             "problem_id": "aab"[number],
             "prompt": ("p0", prompts[1])[number],
             "completion": f"c{number}",
+            "gold": "778"[number],
             "rewards": {"math": float(number), "form": 3.0 + number},
             "advantage": number - 1.0,
             "adapter_version": (5, 6, 5)[number],

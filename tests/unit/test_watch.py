@@ -21,11 +21,12 @@ from rich.console import Console
 
 from kit.core.errors import run_command
 from kit.core.metrics_log import phases, progress
+from kit.core.one_line import one_line
 from kit.core.run_directory import RunDir
 from kit.core.run_state import lock_run, trainer_pid
 from launch.watch import main
 from launch.watching.page import duration, frame, show, sparkline
-from launch.watching.samples import latest_group, one_line
+from launch.watching.samples import latest_group
 from tests import processes
 from tests.conftest import Finished
 from tests.unit.metric_rows import log_of, make_run, rows_of, step_row

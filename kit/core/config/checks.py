@@ -219,6 +219,11 @@ def _lists(config: Config) -> list[str]:
         found.append(f"reward.weights has {len(reward.weights)} entries for {len(reward.functions)} reward.functions.")
     if reward.weights and not (all(map(math.isfinite, reward.weights)) and any(reward.weights)):
         found.append(f"reward.weights ({reward.weights}) must be numbers, at least one of them not 0.")
+    if reward.answer_form is not None and "{answer}" not in reward.answer_form:
+        found.append(
+            f"reward.answer_form ({reward.answer_form!r}) has no {{answer}}, the place of a reference. Write it as "
+            "'Label: {answer}'."
+        )
     if config.eval.gate.format not in config.eval.formats:
         found.append(f"eval.gate.format ({config.eval.gate.format}) is not in eval.formats {config.eval.formats}.")
     if config.data.id is None and config.data.path is None:

@@ -23,6 +23,7 @@ FREE_ON_RESUME = (
     *("train.micro_batch_tokens", "train.share_prompts", "train.packed_attention", "policy.embeddings"),
     "model.attn_implementation",
     *("reward.timeout_s", "reward.workers", "reward.max_unknown_fraction"),
+    *("reward.try_references", "reward.answer_form"),
     *("environment.tool_timeout_s", "environment.episode_timeout_s", "environment.max_unknown_fraction"),
     "policy.quant_cfg",  # the name only; check_resumed_format ensures that the format is the run's
 )

@@ -251,6 +251,14 @@ class RewardConfig:
     workers: int = _option(2, "killable worker processes for comparisons that need a parser", FROM_1)
     max_unknown_fraction: float = _option(0.02, "stop when more rewards than this could not be computed", SHARE)
     options: dict[str, Any] = _option({}, "settings of reward functions by their name, e.g. {math: {ordered: false}}")
+    try_references: int = _option(
+        16, "references of the data that each reward is asked about before the base is loaded; 0: none", FROM_0
+    )
+    answer_form: str | None = _option(
+        None,
+        "form of an answer in which the references are tried, with {answer} in its place, e.g. 'Label: {answer}'; "
+        "null: the usual forms, and those that the prompt mentions",
+    )
     allow_code_execution: bool = _option(False, "let reward functions run the model's code, in a sandbox")
 
 
