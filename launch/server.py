@@ -121,6 +121,7 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed,
     way = f"remerge (copy of the base on {server.nf4_copy})" if config.rollout.sync == "remerge" else "adapter"
     fmt, called = served_format(config), CALLED[config.policy.quantization]
     held = f"{server.weights}, quantized to {fmt.name}" if fmt else server.weights
+    held += " as W8A16 (forced)" if server.force_w8a16 else ""
     print(
         f"vLLM {vllm.version}: {directory} ({called} base {str(manifest.get('base_hash'))[:12]}) as {held}, "
         f"KV cache {server.kv_cache}, sync by {way}"

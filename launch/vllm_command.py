@@ -40,6 +40,9 @@ OWN_FLAGS = {
     "host": "server.host",
     "port": "rollout.server_urls",
     "quantization": "server.weights",
+    "linear_backend": "server.force_w8a16",
+    "linear_backend_per_quant": "server.force_w8a16",
+    "kernel_config": "server.force_w8a16",
     "dtype": "model.dtype",
     "max_model_len": "rollout.max_prompt_length and rollout.max_completion_length",
     "max_num_seqs": "server.max_num_seqs",
@@ -297,6 +300,8 @@ def _options(config: Config, vllm: Installed) -> Options:
         options["quantization"] = server.weights
         if routers := router_names(base_directory(config)):
             options["quantization_config"] = {"ignore": routers}
+    if server.force_w8a16:
+        options["linear_backend"] = "marlin"
     if rollout.routing != "own":
         options["enable_return_routed_experts"] = True
     if _wrapper(config):
@@ -420,6 +425,8 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
         )
     elif vllm.is_cpu and server.weights != "bf16" and router_names(base_directory(config)):
         found.append(f"server.weights {server.weights} has no kernel for experts in vLLM for CPUs. Use bf16 there.")
+    if vllm.is_cpu and server.force_w8a16:
+        found.append("server.force_w8a16 is for GPUs: vLLM for CPUs has no Marlin kernels. Set it to false.")
     if vllm.is_cpu and config.rollout.routing != "own":
         found.append(
             f"rollout.routing is {config.rollout.routing}: vLLM for CPUs does not return the experts that tokens took "

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from kit.core.cards import W8A8
+from kit.core.config.card_rules import served_product
 from kit.core.config.schema import Config
 from kit.plan import quantized, teacher
 from kit.plan.coefficients import value
@@ -210,9 +211,7 @@ def teacher_seconds(shape: Shape, config: Config, card: Card, completions: int, 
 def decode_seconds(shape: Shape, config: Config, card: Card, sequences: float) -> float:
     """Seconds to decode one token for each of `sequences` at half of the full length, on a vLLM server."""
     server, rollout, share = config.server, config.rollout, config.server.tensor_parallel
-    row = card.generation
-    fp8 = card.fp8_tflops is not None and (row is None or row.served.get(server.weights) == W8A8)
-    fp8 = fp8 and server.weights != "bf16"
+    fp8 = card.fp8_tflops is not None and served_product(config, card.capability)[0] == W8A8
     read = shape.weights_read(sequences) * (1 if server.weights != "bf16" else 2) + 2 * shape.vocabulary * shape.hidden
     bandwidth = card.gb_per_s * 1e9
     if fp8:

@@ -370,7 +370,8 @@ def _server_candidates(layout: Layout, shared: bool) -> list[tuple[Keys, str]]:
     host: Keys = {"server.nf4_copy": "host"} if config.rollout.sync == "remerge" and server.nf4_copy == "gpu" else {}
     free = config.policy.quant_cfg is None  # otherwise the format determines what is served
     row = layout.card.generation
-    if free and row and server.weights != "bf16" and row.served.get(server.weights) != W8A8:
+    if free and row and server.weights not in row.served:
+        found.append(({"server.weights": "fp8_per_tensor"}, "inputs stay in 16 bits (W8A16)"))
         found.append(({"server.weights": "bf16"}, "twice the memory for the server's weights"))
     if free and server.weights == "bf16" and row and row.served.get("fp8_per_channel") == W8A8:
         found.append(({"server.weights": "fp8_per_channel"}, "FP8 rounding in the sampler, faster rollouts"))

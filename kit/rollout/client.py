@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from kit.core.cards import W8A16
 from kit.core.config.checks import is_main_process
 from kit.core.config.format_rules import served_format
 from kit.core.config.schema import Config
@@ -71,6 +72,8 @@ class ServerRollout:
                 self.check_base(read_json(file)["hash"], str(file))
                 break
         self._may_be_asleep = any(info["asleep"] for info in self._infos.values())
+        if (product := self.product) and product.startswith(W8A16) and is_main_process():
+            print(f"servers   FP8 weights, inputs in 16 bits: {product}", flush=True)
         if self.config.environment.is_given and is_main_process():
             for url in [url for url, info in self._infos.items() if not info["prefix_caching"]]:
                 print(
@@ -78,6 +81,14 @@ class ServerRollout:
                     "server.vllm {enable_prefix_caching: true} if its model allows that.",
                     flush=True,
                 )
+
+    @property
+    def product(self) -> str | None:
+        """What the replicas multiply (W8A8, W8A16, W16A16), and whether `server.force_w8a16` made it so; None if not
+        known."""
+        found = {(info.get("product"), info.get("is_forced", False)) for info in self._infos.values()}
+        names = [f"{name} (forced)" if forced else name for name, forced in sorted(found, key=str) if name]
+        return ", ".join(names) or None
 
     def check_base(self, base_hash: str, source: str = "the trainer's base") -> None:
         """`BadInput` unless every replica holds the base with this base hash."""
@@ -188,6 +199,9 @@ class ServerRollout:
         wanted = {key: getattr(server, key) for key in held}
         if server.weights == "bf16" and self.config.model.dtype != "bfloat16":
             wanted["weights"] = self.config.model.dtype  # bf16 stands for unquantized weights
+        if info.get("is_forced", False) != server.force_w8a16:
+            how = "with" if info.get("is_forced") else "without"
+            found.append(f"it was started {how} server.force_w8a16. Restart it with this config ({START}).")
         for key, value in held.items():
             if value != wanted[key]:
                 found.append(
@@ -443,6 +457,7 @@ class ServerRollout:
             raise RuntimeError("a new version while requests of the one before are under way, which it would abort")
         with timed(report.seconds, "sync"):
             report.figures.update(self.sync.update(policy))
+        report.figures["server_product"] = self.product
 
     def _drop_connections(self) -> None:
         for replica in self.replicas:

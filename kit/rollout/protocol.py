@@ -67,6 +67,8 @@ class Info(TypedDict):
     model: str
     base_hash: str | None
     weights: str  # vLLM's quantization, bf16 or float32
+    product: str | None  # what remerge's workers multiply: W8A8, W8A16, W16A16; None: not known
+    is_forced: bool  # server.force_w8a16
     quant_cfg: str | None
     kv_cache: str
     prefix_caching: bool  # whether a prompt computes only what the KV cache lacks

@@ -736,6 +736,7 @@ class PolicyTrainer(GRPOTrainer):
                     "canary_delta",
                     "canary_k3",
                     "sync_seconds",
+                    "server_product",
                     "heldout_accuracy",
                     "mapped_gib",
                     *WATCHED,

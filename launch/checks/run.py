@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kit.core.config.card_rules import served_product
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.plan.placement import Placement, place
@@ -140,7 +141,10 @@ def servers(machine: Machine) -> Iterator[Row]:
     if not broken:
         key = "with VLLM_API_KEY" if machine.environment.get("VLLM_API_KEY") else "on loopback, without a key"
         count = len(config.rollout.server_urls)
-        yield ok(f"{count} of {config.server.weights} from {directory}, {key}")
+        capability = machine.gpus[0].capability if machine.gpus else None
+        product, forced = served_product(config, capability or None)
+        called = f"{config.server.weights} ({product}{', forced' if forced else ''})"
+        yield ok(f"{count} of {called} from {directory}, {key}")
 
 
 @of_a_run

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from kit.core.cards import CARDS, GENERATIONS, W8A8, generation
-from kit.core.config.card_rules import server_faults, trainer_faults
+from kit.core.cards import CARDS, GENERATIONS, W8A8, W8A16, generation
+from kit.core.config.card_rules import served_product, server_faults, trainer_faults
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.plan.cards_table import generation_lines
@@ -58,6 +58,7 @@ def test_what_a_card_cannot_train_is_refused_with_what_it_can(card, keys, compla
         ("h200", {"policy__quant_cfg": "fp8_block", "server__weights": "fp8_per_block"}, None),
         ("rtx3090", {"server__weights": "bf16"}, None),
         ("rtx4090", {}, None),
+        ("rtx3090", {"server__weights": "fp8_per_tensor"}, None),
         ("rtx3090", {"rollout__backend": "in_process"}, None),
     ],
 )
@@ -71,6 +72,14 @@ def test_what_a_card_cannot_serve_is_refused_with_what_it_can(card, keys, compla
             plans(made, Installed("0.31.0", False), ["0"], cards=with_cards)
         assert complaint in str(refused.value)
         assert any(complaint in one for one in lay_out(shape_by_size("8b"), made, chosen, 2).faults)
+
+
+def test_w8a16_is_called_forced_only_where_the_card_multiplies_fp8():
+    forced = config(server__weights="fp8_per_tensor", server__force_w8a16=True)
+    assert served_product(forced, (9, 0)) == (W8A16, True) and served_product(forced, (8, 6)) == (W8A16, False)
+    plain = config(server__weights="fp8_per_tensor")
+    assert served_product(plain, (9, 0)) == (W8A8, False) == served_product(plain, None)
+    assert served_product(config(server__weights="bf16"), (8, 6)) == ("W16A16", False)
 
 
 def test_the_trainer_refuses_its_own_gpu_before_it_loads_a_weight(monkeypatch):

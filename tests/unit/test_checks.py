@@ -471,6 +471,11 @@ def test_a_directory_is_trained_in_by_one_process_at_a_time(tmp_path):
         ({"server__max_num_seqs": 4}, r"server\.max_num_seqs \(4\) is below rollout\.group_size \(8\)"),
         ({"policy__lora_rank": 520, "rollout__sync": "adapter"}, "set rollout.sync to remerge, which takes any rank"),
         ({"policy__lora_dropout": 0.1}, "the server samples without dropout"),
+        ({"server__force_w8a16": True}, "serve fp8_per_tensor and fp8_per_block. Set server.weights to one of them"),
+        (
+            {"server__force_w8a16": True, "server__weights": "fp8_per_block", "policy__quant_cfg": "fp8_block"},
+            "the server would not compute in that format",
+        ),
     ],
 )
 def test_servers_that_could_not_serve_the_run_are_refused(changes, complaint):

@@ -324,11 +324,11 @@ def test_a_full_card_is_told_to_sleep_first():
     assert first.keys == {"server.sleep": True, "server.nf4_copy": "host"}
 
 
-def test_a_card_without_fp8_is_told_to_serve_bf16():
+def test_a_card_without_fp8_is_told_to_serve_weights_only():
     layout = plan(EIGHT, "a100-80g:8")
     assert not layout.fits
     assert "server.weights is fp8_per_channel, which vLLM refuses" in layout.faults[0]
-    assert remedy(layout) == {"server.weights": "bf16"}
+    assert remedy(layout) == {"server.weights": "fp8_per_tensor"}
 
 
 def test_what_fits_is_the_largest_that_fits():

@@ -77,6 +77,9 @@ def generate(rollout: ServerRollout, prompts: int = 8) -> list[tuple[list[int], 
     return rollout._generate_groups(ids, [0])
 
 
+FORCED = ["--server.force_w8a16=true", "--server.weights=fp8_per_tensor"]
+
+
 def assert_complete(answers: list, prompts: int = 8) -> None:
     assert [ids for ids, *_ in answers] == [[number, index] for number in range(prompts) for index in range(GROUP)]
 
@@ -102,6 +105,8 @@ def assert_complete(answers: list, prompts: int = 8) -> None:
         ({"damaged": "its weights are of no version."}, [], "of no version"),
         ({}, ["--server.sleep=true"], "server.sleep is true and it was started without"),
         ({"protocol": 1}, [], "speaks protocol 1"),
+        ({"is_forced": True}, [], r"it was started with server\.force_w8a16\. Restart it"),
+        ({}, ["--server.force_w8a16=true", "--server.weights=fp8_per_tensor"], "started without server.force_w8a16"),
         ({"weights": "bf16"}, [], r"its weights is bf16, server\.weights says fp8_per_channel\. Restart it"),
         ({}, ["--server.weights=bf16", "--model.dtype=bfloat16"], r"fp8_per_channel, server\.weights says bf16"),
         ({"kv_cache": "fp8_e4m3"}, [], r"its kv_cache is fp8_e4m3, server\.kv_cache says auto\."),
@@ -120,6 +125,22 @@ def test_a_replica_that_cannot_serve_the_run_is_refused(rollout, info, overrides
 
 def test_a_replica_that_fits_is_accepted(rollout):
     rollout(2, {"vllm": "0.26.0+cu129", "modules": [*LINEARS, "lm_head"]}).check(LINEARS, 316)
+
+
+@pytest.mark.parametrize(
+    ("info", "words", "product"),
+    [
+        ({"product": "W8A8"}, [], "W8A8"),
+        ({"product": "W8A16"}, [], "W8A16"),
+        ({"product": "W8A16", "is_forced": True, "weights": "fp8_per_tensor"}, FORCED, "W8A16 (forced)"),
+        ({}, [], None),
+    ],
+)
+def test_a_product_in_16_bits_is_printed_and_called_forced_where_it_is(rollout, capsys, info, words, product):
+    found = rollout(2, info, *words)
+    found.check(LINEARS, 316)
+    assert found.product == product
+    assert ("inputs in 16 bits" in capsys.readouterr().out) == bool(product and product.startswith("W8A16"))
 
 
 def test_everything_wrong_with_all_replicas_is_said_at_once(rollout):

@@ -94,6 +94,8 @@ def test_a_default_start_serves_fp8_by_remerge_with_the_kits_routes():
         ({"model": {"dtype": "float32"}}, ["--dtype bfloat16"], []),
         ({"model": {"dtype": "float16"}, "server": {"weights": "bf16"}}, ["--dtype float16"], ["--quantization"]),
         ({"model": {"dtype": "float16"}}, ["--dtype float16", "fp8_per_channel"], []),
+        ({"server": {"weights": "fp8_per_tensor"}}, [], ["--linear-backend"]),
+        ({"server": {"weights": "fp8_per_tensor", "force_w8a16": True}}, ["--linear-backend marlin"], []),
         (
             {"server": {"vllm": {"max_num_batched_tokens": 8192, "async_scheduling": True, "enable_x": False}}},
             *(["--max-num-batched-tokens 8192", "--async-scheduling", "--no-enable-x"], ["True"]),
@@ -200,6 +202,8 @@ def test_a_cpu_server_gets_its_kv_cache_by_environment():
             ({"rollout": {"server_urls": [url]}}, CUDA, ["0"], "http://h")
             for url in ("http://h", "https://h:1", "http://h:1/v1", "http://h:99999")
         ),
+        ({"server": {"weights": "fp8_per_tensor", "force_w8a16": True}}, CPU, None, "no Marlin kernels"),
+        ({"server": {"vllm": {"linear_backend": "marlin"}}}, CUDA, ["0"], "which server.force_w8a16 sets"),
         ({"server": {"host": "0.0.0.0"}}, CUDA, ["0"], "open to the network, without a key"),
         ({"rollout": {"server_urls": ["http://10.0.0.7:8000"]}}, CUDA, ["0"], "VLLM_API_KEY"),
     ],

@@ -1,6 +1,6 @@
 """Keys that a GPU cannot train or serve with, by the rows of `kit/core/cards.py`. Imports no torch."""
 
-from kit.core.cards import GENERATIONS, W4A4, W8A8, W8A16, Generation, first_fp8, generation
+from kit.core.cards import GENERATIONS, W4A4, W8A8, W8A16, W16A16, Generation, first_fp8, generation
 from kit.core.config.schema import Config
 from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat, others_than_vllms
@@ -55,14 +55,20 @@ def server_faults(config: Config, name: str, capability: tuple[int, int]) -> lis
         found.append(fault)
     elif product is None:
         found.append(f"server.weights is {server.weights}, which vLLM refuses on {who}. {_instead(row)}")
-    elif product == W8A16 and config.rollout.sync == "remerge":
-        found.append(
-            f"server.weights is {server.weights} on {who}: vLLM multiplies it by Marlin's kernel, which remerge does "
-            "not cover. Set server.weights to bf16."
-        )
     if server.kv_cache == "fp8" and not row.fp8_cache:
         found.append(f"server.kv_cache is fp8, which no attention of vLLM supports on {who}. Set it to auto.")
     return found
+
+
+def served_product(config: Config, capability: tuple[int, int] | None) -> tuple[str, bool]:
+    """What a server makes of `server.weights` on a GPU (W8A8, W8A16, W16A16; unknown GPUs multiply FP8), and whether
+    `server.force_w8a16` changes that."""
+    weights = config.server.weights
+    own = W16A16 if weights == "bf16" else W8A8
+    if capability is not None:
+        own = generation(capability).served.get(weights, own)
+    forced = config.server.force_w8a16 and own != W8A16
+    return (W8A16, True) if forced else (own, False)
 
 
 def format_fault(fmt: QuantFormat, name: str, row: Generation) -> str:

@@ -193,6 +193,16 @@ def _servers(config: Config) -> list[str]:
             )
         if len(set(server.gpus)) != len(server.gpus) or any(gpu < 0 for gpu in server.gpus):
             found.append(f"server.gpus ({server.gpus}) must name every GPU once, from 0.")
+    if server.force_w8a16 and server.weights not in ("fp8_per_tensor", "fp8_per_block"):
+        found.append(
+            f"server.force_w8a16 with server.weights {server.weights}: vLLM's Marlin kernels serve fp8_per_tensor and "
+            "fp8_per_block. Set server.weights to one of them."
+        )
+    if server.force_w8a16 and config.policy.quant_cfg is not None:
+        found.append(
+            f"server.force_w8a16 with policy.quant_cfg {config.policy.quant_cfg}: the server would not compute in "
+            "that format. Remove one of them."
+        )
     if server.max_num_seqs < rollout.group_size:
         found.append(
             f"server.max_num_seqs ({server.max_num_seqs}) is below rollout.group_size ({rollout.group_size}): a group "

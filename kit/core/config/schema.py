@@ -216,6 +216,9 @@ class ServerConfig:
     weights: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "bf16"] = _option(
         "fp8_per_channel", "format in which vLLM stores the dequantized base"
     )
+    force_w8a16: bool = _option(
+        False, "FP8 weights, inputs in 16 bits (vLLM's Marlin kernels, as on Ampere) on a GPU that multiplies FP8 too"
+    )
     quant_cfg: str | None = _option(
         None,
         "format that the replicas compute in; default policy.quant_cfg, the only one allowed",

@@ -145,6 +145,8 @@ class Routes:
             "model": str(config.model_config.model),
             "base_hash": versions.base_hash,
             "weights": config.model_config.quantization or unquantized(config.model_config.dtype),
+            "product": versions.product,
+            "is_forced": getattr(getattr(config, "kernel_config", None), "linear_backend", "auto") == "marlin",
             "quant_cfg": versions.quant_cfg,
             "kv_cache": str(config.cache_config.cache_dtype),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),

@@ -48,6 +48,12 @@ def _of_layer(name: str, layer: Any) -> list[Linear]:
             f"{name}: vLLM pads its experts from {wanted} to {(hidden, inner)} (hidden size, rows of an expert on "
             "this worker), which remerge does not cover. Serve it with another server.weights or tensor_parallel"
         )
+    backend = getattr(getattr(layer.quant_method, "fp8_backend", None), "name", "")
+    if "MARLIN" in backend:
+        raise ValueError(
+            f"{name}: its FP8 weights are repacked for Marlin's kernels (no FP8 arithmetic, or server.force_w8a16), "
+            "which remerge covers for linear layers only. Set server.weights to bf16"
+        )
     if getattr(moe, "has_bias", False):
         raise ValueError(f"{name}: its experts have biases, which remerge does not cover")
     places, experts = local_experts(layer), layer.global_num_experts

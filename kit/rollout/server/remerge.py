@@ -8,8 +8,10 @@ checkpoint. Parameters keep their addresses: CUDA graphs stay valid. With server
 reader of the exported checkpoint computes with (`quantized_fold.py`).
 
 Covers: fused layers (qkv, gate_up), experts (`expert_layers.py`), tensor parallelism, the online FP8 quantizations,
-BF16, the copy in GPU or pinned host memory. Not covered: embeddings and the output layer, pipeline parallelism, DoRA,
-vLLM's Marlin kernel (GPUs older than Ada: no FP8 arithmetic). Written for vllm 0.26 to 0.31.
+BF16, the copy in GPU or pinned host memory, and linear layers whose FP8 weights vLLM 0.31 repacks for Marlin's kernels
+(GPUs older than Ada): the copy is never packed, so a fold quantizes and repacks by vLLM's own loading code. Not
+covered: embeddings and the output layer, pipeline parallelism, DoRA, experts in Marlin's kernels. Written for vllm
+0.26 to 0.31.
 """
 
 import contextlib
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kit.core import limits, lora
+from kit.core.cards import W8A8, W8A16, W16A16
 from kit.core.checkpoint_files import read_header
 from kit.core.formats import QuantFormat, fitted
 from kit.rollout.noise import Noise, NoisyNorms
@@ -94,7 +97,8 @@ class Remerge:
         modules = [part.name for one in linears if not is_experts(one) for part in one.parts]
         modules += expert_layers.adapter_modules(linears)
         why = None if linears else "the model has no linear layer that vLLM shards by rows or columns"
-        return {"modules": modules, "ready": hasattr(self, "_remerge"), "why": why}
+        found = {"modules": modules, "ready": hasattr(self, "_remerge"), "why": why}
+        return found | {"product": linear_product([linear.layer for linear in linears])}
 
     def remerge_setup(self, base_dir: str, copy: str) -> dict:
         """Read this worker's shard of the base's copy; `copy` says where it is kept, gpu or host. With a quantization
@@ -191,6 +195,13 @@ class Remerge:
 def find_layers(model: "torch.nn.Module") -> list[Linear]:
     """Find a worker's linear layers and its experts; `ValueError` for experts that remerge does not cover."""
     return find_linears(model) + expert_layers.find_experts(model)
+
+
+def linear_product(layers: "list[LinearLayer]") -> str:
+    """What the first FP8 layer multiplies: W8A16 by Marlin's kernels, else W8A8; W16A16 without FP8 weights."""
+    kernels = [getattr(layer.quant_method, "fp8_linear", None) for layer in layers]
+    names = [type(kernel).__name__ for kernel in kernels if kernel is not None]
+    return W16A16 if not names else W8A16 if names[0].startswith("MarlinFP8") else W8A8
 
 
 def language_model(model: "torch.nn.Module") -> "torch.nn.Module":

@@ -78,6 +78,7 @@ class Versions:
         self.served: Version | None = None
         self.epoch = 0  # counts in-place changes of the weights: an answer that spans one belongs to no version
         self.damaged: str | None = None
+        self.product: str | None = None  # of remerge's workers, once they are set up
         self.asleep = False
         self.files = PrivateFiles()
         self._shared: Path | None = None  # directory of the last description of the base's memory
@@ -156,6 +157,7 @@ class Versions:
                 self._is_in_format = True
         except Exception as error:
             raise Failure(500, f"the workers cannot fold adapters in: {error}") from None
+        self.product = described[0].get("product")
         return described[0]["modules"]
 
     async def _workers(self, method: str, *args: Any, limit_s: float = WORKER_S) -> list[dict]:

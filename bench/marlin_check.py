@@ -1,0 +1,113 @@
+"""Remerge into FP8 weights that vLLM repacks for Marlin's kernels (W8A16), on one GPU from compute capability 7.5 on.
+
+    python bench/marlin_check.py               # a minute; not run yet: no GPU was at hand on 2026-11-25
+
+For each of `fp8_per_tensor` and `fp8_per_block`, in BF16 (where the GPU has it) and FP16, with and without bias: folds
+a weight into a loaded layer and compares every parameter with those of a fresh load, bit for bit, and the layer's
+output with the merged weight's. Prints ms and peak bytes per weight of a fold. Exit 1 if a case differs.
+
+In a run, forced on a GPU that multiplies FP8 (compare `sampler_k3` in metrics.jsonl with and without the flag):
+
+    python -m launch.up --config recipes/configs/grpo-qwen3_8b-nf4-fp8-gsm8k-2gpu.yaml \
+        --server.weights fp8_per_tensor --server.force_w8a16 true --train.max_steps 3
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+SHAPE = (24576, 4096)  # (out, in) of gate and up of Qwen3-8B, fused
+OFF = 0.02  # largest error of an output, relative to the largest one
+KINDS = ("fp8_per_tensor", "fp8_per_block")
+
+
+def make_layer(kind: str, shape: tuple[int, int], dtype: torch.dtype, bias: torch.Tensor | None) -> torch.nn.Module:
+    """A layer of vLLM before its weight (out, in) is loaded, whose method has chosen Marlin."""
+    from vllm.model_executor.kernels.linear.scaled_mm import MarlinFP8ScaledMMLinearKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+    from vllm.model_executor.layers.quantization.online import fp8
+
+    method_class, key = {
+        "fp8_per_tensor": (fp8.Fp8PerTensorOnlineLinearMethod, fp8.kFp8StaticTensorSym),
+        "fp8_per_block": (fp8.Fp8PerBlockOnlineLinearMethod, fp8.kFp8Static128BlockSym),
+    }[kind]
+    rows, columns = shape
+    facts = FP8ScaledMMLinearLayerConfig(
+        weight_quant_key=key,
+        activation_quant_key=fp8.kFp8DynamicTokenSym,
+        weight_shape=shape,
+        input_dtype=dtype,
+        out_dtype=dtype,
+    )
+    method: Any = object.__new__(method_class)  # its constructor would choose this GPU's own kernel
+    names = ["weight", "weight_scale", "input_scale", "input_scale_ub"]
+    method.fp8_linear = MarlinFP8ScaledMMLinearKernel(facts, names)
+    method.use_marlin, method.marlin_input_dtype, method.weight_block_size = True, None, [128, 128]
+    layer: Any = torch.nn.Module()
+    layer.quant_method, layer.orig_dtype, layer.tp_size = method, dtype, 1
+    layer.input_size = layer.input_size_per_partition = columns
+    layer.output_size = layer.output_size_per_partition = rows
+    layer.logical_widths = [rows // 2, rows // 2]
+    layer.weight_block_size = [128, 128] if kind == "fp8_per_block" else None
+    layer.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias.clone(), requires_grad=False))
+    return layer
+
+
+def load(layer: Any, weight: torch.Tensor) -> torch.nn.Module:
+    """Give a layer its weight as vLLM does when it loads a checkpoint."""
+    layer.register_parameter("weight", torch.nn.Parameter(weight.clone(), requires_grad=False))
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def fold_check(kind: str, dtype: torch.dtype, has_bias: bool) -> tuple[bool, str]:
+    """Whether a fold on the GPU is what a fresh load packs, and a line of figures."""
+    from kit.rollout.server.remerge import write_weight
+
+    rows, columns = SHAPE
+    first, merged = (0.03 * torch.randn(rows, columns, device="cuda", dtype=dtype) for _ in range(2))
+    bias = torch.randn(rows, device="cuda", dtype=dtype) if has_bias else None
+    layer: Any = load(make_layer(kind, SHAPE, dtype, bias), first)
+    write_weight(layer, merged.clone())  # compiles what is compiled
+    torch.cuda.synchronize()
+    held, started = torch.cuda.memory_allocated(), time.perf_counter()
+    torch.cuda.reset_peak_memory_stats()
+    write_weight(layer, merged)
+    torch.cuda.synchronize()
+    took, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated() - held
+    fresh = dict(load(make_layer(kind, SHAPE, dtype, bias), merged).named_parameters())
+    same = all(torch.equal(one, fresh[name]) for name, one in layer.named_parameters())
+    x = torch.randn(32, columns, device="cuda", dtype=dtype)
+    exact = torch.nn.functional.linear(x.float(), merged.float(), None if bias is None else bias.float())
+    found = layer.quant_method.fp8_linear.apply_weights(layer, x, layer.bias).float()
+    off = ((found - exact).abs().max() / exact.abs().max()).item()
+    ok = same and off < 5 * OFF
+    told = f"{'same bits' if same else 'OTHER BITS'}, output {off:.3f} off, fold {1e3 * took:.1f} ms"
+    return ok, f"{told}, {peak / merged.numel():.1f} bytes a weight beside the merged one"
+
+
+def main() -> int:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    if not torch.cuda.is_available():
+        print("needs a GPU; tests/unit/test_marlin.py checks the same on a CPU")
+        return 2
+    has_bf16 = torch.cuda.get_device_capability() >= (8, 0)
+    failed = 0
+    with set_current_vllm_config(VllmConfig()), torch.inference_mode():
+        for kind in KINDS:
+            for dtype in [torch.bfloat16, torch.float16][not has_bf16 :]:
+                for has_bias in (False, True):
+                    ok, line = fold_check(kind, dtype, has_bias)
+                    failed += not ok
+                    print(f"{kind} {dtype} bias {has_bias}: {line}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

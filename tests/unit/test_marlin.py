@@ -1,0 +1,91 @@
+"""Remerge where vLLM serves FP8 weights by Marlin (W8A16): a fold is bit-equal to a fresh load of the merged weight.
+
+vLLM's own loading code runs; its two CUDA kernels are replaced by the definitions that vLLM tests them against.
+"""
+
+import pytest
+import torch
+
+from bench.marlin_check import KINDS, load, make_layer
+from kit.core.cards import GENERATIONS, W8A8, W8A16
+from kit.rollout.server.remerge import linear_product, write_weight
+
+E4M3 = torch.float8_e4m3fn
+SHAPE = (128, 192)  # Marlin pads 192 inputs to 256
+
+
+@pytest.fixture(scope="module", autouse=True)
+def marlin_on_a_cpu():
+    """Marlin's repack and the FP8 rounding in PyTorch."""
+    from vllm import _custom_ops as ops
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.kernels.linear.scaled_mm import MarlinFP8ScaledMMLinearKernel
+    from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_weight_perm, marlin_weights
+
+    def repack(b_q_weight: torch.Tensor, size_k: int, size_n: int, num_bits: int) -> torch.Tensor:
+        codes = b_q_weight.T.contiguous().view(torch.uint8).view(size_n, size_k).T.to(torch.int32)  # (K, N)
+        return marlin_weights(codes, size_k, size_n, num_bits, get_weight_perm(num_bits))
+
+    def quantize(weight: torch.Tensor, scale: torch.Tensor) -> tuple:
+        return (weight.float() / scale).clamp(-448, 448).to(E4M3), scale
+
+    with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig()):
+        patch.setattr(ops, "gptq_marlin_repack", repack, raising=False)
+        patch.setattr(ops, "scaled_fp8_quant", quantize)
+        patch.setattr(MarlinFP8ScaledMMLinearKernel, "is_supported", classmethod(lambda *_: (True, None)))
+        yield
+
+
+def weight_of(seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return (0.03 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_fold_is_what_a_fresh_load_of_the_merged_weight_packs(kind, dtype, has_bias):
+    bias = torch.arange(SHAPE[0]).to(dtype) if has_bias else None
+    layer, fresh = (make_layer(kind, SHAPE, dtype, bias) for _ in range(2))
+    load(layer, weight_of(1, dtype))
+    before = {name: one.clone() for name, one in layer.named_parameters()}
+    places = {name: one.data_ptr() for name, one in layer.named_parameters()}
+    merged = weight_of(2, dtype)
+    for _ in range(2):  # the second fold finds what the first left
+        write_weight(layer, merged.clone())
+    found, expected = dict(layer.named_parameters()), dict(load(fresh, merged).named_parameters())
+    assert found.keys() == expected.keys() and found["weight"].dtype == torch.int32
+    assert all(torch.equal(one, expected[name]) for name, one in found.items())
+    assert {name: one.data_ptr() for name, one in found.items()} == places  # CUDA graphs read these addresses
+    assert not torch.equal(found["weight"], before["weight"])
+    write_weight(layer, weight_of(1, dtype))
+    assert all(torch.equal(one, before[name]) for name, one in layer.named_parameters())
+    assert linear_product([layer]) == W8A16
+
+
+def test_vllm_chooses_the_products_of_the_table(monkeypatch):
+    """From its own list of kernels in its own order, given which of them a GPU of each capability can run."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.quantization.online import fp8
+    from vllm.platforms import PlatformEnum, current_platform
+
+    first = {"MarlinFP8": 75, "CutlassFP8Scaled": 89, "PerTensorTorch": 89, "ChannelWiseTorch": 89, "TritonFp8": 75}
+    first |= {"CutlassFp8Block": 90, "DeepGemm": 90}
+    lists = {"fp8_per_block": linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]}
+    lists["fp8_per_tensor"] = lists["fp8_per_channel"] = linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CUDA]
+    keys = {"fp8_per_block": fp8.kFp8Static128BlockSym, "fp8_per_tensor": fp8.kFp8StaticTensorSym}
+    keys |= {"fp8_per_channel": fp8.kFp8StaticChannelSym}
+    for row in (row for row in GENERATIONS if row.is_covered):
+        number = 10 * row.capability[0] + row.capability[1]
+        for kernel in {*lists["fp8_per_block"], *lists["fp8_per_tensor"]}:
+            runs = any(kernel.__name__.startswith(name) and number >= least for name, least in first.items())
+            monkeypatch.setattr(kernel, "is_supported", classmethod(lambda *_, runs=runs: (runs, "")))
+            monkeypatch.setattr(kernel, "can_implement", classmethod(lambda *_: (True, None)))
+        for weights, kernels in lists.items():
+            chosen = linear.choose_scaled_mm_linear_kernel(
+                keys[weights], {current_platform._enum: kernels}, number, quantization="fp8_w8a8"
+            )
+            product = W8A16 if chosen.__name__.startswith("Marlin") else W8A8
+            if weights == "fp8_per_channel" and product == W8A16:
+                assert weights not in row.served, "vLLM raises: its inputs would stay in 16 bits"
+            else:
+                assert row.served[weights] == product, (row.number, weights, chosen.__name__)
