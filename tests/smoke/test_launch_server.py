@@ -13,15 +13,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import requests
+import torch
 from safetensors.numpy import save
 
+from kit.core.run_directory import RunDir, read_json, read_manifest
 from kit.rollout.canary import write_canary
+from kit.rollout.client import ServerRollout
 from kit.rollout.replica import Replica, ReplicaError
 from kit.rollout.server.adapter_check import checkpoint_shapes
+from kit.train.trainer import PolicyTrainer
+from kit.weights.frozen_base import hash_base, load_frozen
+from kit.weights.shared_base import load_shared
+from kit.weights.shared_memory import attach, described_bytes
 from launch.replicas import members
 from merge.export import main as merge_base
 from tests import processes
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Finished
 
 # The first test of each way waits for its server: 45 s on two cores, minutes on busy ones.
 pytestmark = pytest.mark.slow
@@ -29,6 +36,8 @@ KEY = "a-key-of-this-test"
 RANK = 8
 BLOCK = 32  # tokens of a block of the KV cache, the smallest on a CPU
 PROMPT = np.random.default_rng(0).integers(5, 250, 2 * BLOCK).tolist()  # so that a prefix can be taken from it
+ONE_BASE = {"model.dtype": "bfloat16", "policy.quantization": "fp8", "server.share_base": "true"}
+ONE_BASE |= {"rollout.backend": "server", "rollout.sync": "adapter"}
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": []}
 
 
@@ -86,16 +95,13 @@ class Started:
         return self.client.score([PROMPT if ids is None else ids], session, version)[0]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory, tiny_model_dir) -> Path:
-    out = tmp_path_factory.mktemp("served") / "base"
-    config = ["--config", "recipes/configs/grpo-tiny-nf4-cpu.yaml", "--model.path", str(tiny_model_dir)]
-    assert merge_base([*config, "--out", str(out)]) == 0
-    return out
-
-
 @pytest.fixture(scope="module", params=["adapter", "remerge"])
-def started(request, base, tiny_model_dir, tmp_path_factory):
+def started(request, tiny_model_dir, tmp_path_factory):
+    """A server by way of sync; the one that serves adapters unmerged shares its base, which is stored in FP8."""
+    base, shares = tmp_path_factory.mktemp("served") / "base", request.param == "adapter"
+    config = ["--config", "recipes/configs/grpo-tiny-nf4-cpu.yaml", "--model.path", str(tiny_model_dir)]
+    config += [f"--{key}={value}" for key, value in (ONE_BASE if shares else {}).items()]
+    assert merge_base([*config, "--out", str(base)]) == 0
     url = f"http://127.0.0.1:{processes.free_port()}"
     folder = tmp_path_factory.mktemp("launch")
     keys = {
@@ -110,6 +116,7 @@ def started(request, base, tiny_model_dir, tmp_path_factory):
         "server.enforce_eager": True,
         "server.kv_cache_gib": 1,
         "server.vllm": f"{{block_size: {BLOCK}}}",
+        **(ONE_BASE if shares else {}),
     }
     arguments = [
         "--config",
@@ -226,12 +233,101 @@ def test_the_canary_command_tells_the_trainers_policy_from_another(started):
     assert other.returncode == 1 and started.url in other.stdout and "max_canary_delta" in other.stdout
 
 
-def test_the_end_leaves_no_process_behind(started):
-    """The adapter server is killed outright, which ends the launcher; the remerge launcher is asked to end."""
+def mapped(pid: int | str, field: str) -> int:
+    """KiB of a field of smaps over a process's mappings of the shared base."""
+    total, is_base = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            is_base = "memfd:shared-base" in line
+        elif is_base and words[0] == f"{field}:":
+            total += int(words[1])
+    return total
+
+
+def test_a_trainers_base_lies_in_the_servers_memory_and_is_the_one_of_its_hash(started, tiny_model_dir):
+    if started.way == "remerge":
+        with pytest.raises(ReplicaError, match=r"answered 400: .*without --worker-extension-cls .*ShareBase"):
+            started.client.share()
+        return
+    before = started.score(None, None)
+    described = read_json(started.client.share())
+    assert (started.score(None, None) == before).all(), "the server computes with the moved weights"
+    tensors = attach(described, torch.device("cpu"))
+    model = load_shared(tiny_model_dir, tensors)
+    assert hash_base(model)["hash"] == started.client.info()["base_hash"]
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        logits = model(ids).logits
+        assert torch.equal(logits, load_frozen(tiny_model_dir, "fp8", device="cpu")(ids).logits)
+    size = described_bytes(described) / 1024
+    assert mapped("self", "Rss") >= size and mapped("self", "Private_Dirty") == 0
+    assert mapped(described["pid"], "Rss") >= size, "the same pages"
+
+
+@pytest.fixture
+def train(started, tiny_model_dir, recipe, recipe_arguments, tmp_path, monkeypatch):
+    """`train(name, changes)`: three steps on the server, whose adapters learn; (what it printed, its run)."""
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+
+    def run(name: str, **changes: str) -> tuple[Finished, RunDir]:
+        keys = ONE_BASE | {"rollout.server_urls": f"['{started.url}']", "server.base": started.base}
+        keys |= {"server.max_num_seqs": 16, "train.max_steps": 3, "train.save_steps": 3, "train.learning_rate": "1e-2"}
+        keys |= {"reward.functions": "[tests.unit.families:spread]", "reward.options": "{}"}
+        keys |= {key.replace("__", "."): value for key, value in changes.items()}
+        directory = tmp_path / name
+        return recipe(recipe_arguments(tiny_model_dir, directory, keys)), RunDir(directory)
+
+    return run
+
+
+def test_a_mapped_base_trains_the_adapter_that_an_own_base_trains(started, train, monkeypatch, read_jsonl):
+    """Bit for bit, on the same completions: the second run gets those that the server sampled for the first."""
+    if started.way == "remerge":
+        return  # it shares nothing
+    sample, sampled = ServerRollout._generate_groups, []
+    monkeypatch.setattr(
+        ServerRollout, "_generate_groups", lambda *words: sampled.append(sample(*words)) or sampled[-1]
+    )
+    done, shared = train("shared")
+    assert done.code == 0 and "base unchanged" in done.out and f"mapped from {started.url}" in done.out, done.err
+    monkeypatch.setattr(ServerRollout, "_generate_groups", lambda *_: sampled.pop(0))
+    done, own = train("own", server__share_base="false")
+    assert done.code == 0 and "mapped from" not in done.out and not sampled, done.err
+    assert read_json(shared.base_file)["tensors"] == read_json(own.base_file)["tensors"]
+    hashes = [read_manifest(run.adapter_dir(3))["tensor_hash"] for run in (shared, own)]
+    assert hashes[0] == hashes[1]
+    rows = [read_jsonl(run.metrics_file) for run in (shared, own)]
+    assert all(row["grad_norm"] > 0 for row in rows[0]) and rows[0][-1]["kl"] > 0
+    size = described_bytes(read_json(started.client.share())) / 2**30
+    assert {row["mapped_gib"] for row in rows[0]} == {round(size, 4)}
+    assert {row["mapped_gib"] for row in rows[1]} == {None}
+
+
+def kill_in_step_2(started, train, monkeypatch) -> Finished:
+    """A run whose server is killed outright during the update of its second step."""
+    update, steps = PolicyTrainer.training_step, []
+
+    def kill_and_wait(*words):
+        steps.append(None)
+        if len(steps) == 2:
+            os.kill(started.group, signal.SIGKILL)
+            time.sleep(120)
+        return update(*words)
+
+    monkeypatch.setattr(PolicyTrainer, "training_step", kill_and_wait)
+    return train("killed")[0]
+
+
+def test_the_end_leaves_no_process_behind(started, train, monkeypatch):
+    """The adapter server is killed outright, which ends the launcher and the trainer that maps its base; the remerge
+    launcher is asked to end."""
     group = started.group
     assert len(members(group)) > 1, "the engine has a process of its own"
     if started.way == "adapter":
-        os.kill(group, signal.SIGKILL)
+        done = kill_in_step_2(started, train, monkeypatch)
+        assert done.code == 1 and f"the server at {started.url} has ended" in done.err, done.err
+        assert "continue with --resume" in done.err
         processes.finish(started.launcher)
         assert started.launcher.returncode == 1
         said = started.said.read_text()

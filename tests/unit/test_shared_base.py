@@ -186,12 +186,13 @@ def test_each_layers_codes_and_scales_are_views_of_the_fused_and_transposed_ones
     ("change", "why"),
     [
         (lambda one: setattr(one, "weight", torch.nn.Parameter(one.weight.t().contiguous(), False)), "of its own"),
+        (lambda one: setattr(one, "weight", torch.nn.Parameter(one.weight.contiguous(), False)), r"strides \(40, 1\)"),
         (lambda one: setattr(one, "weight", torch.nn.Parameter(one.weight.bfloat16(), False)), "bfloat16"),
         (lambda one: setattr(one, "weight", torch.nn.Parameter(torch.empty(0), False)), r"\(0,\)"),
         (lambda one: setattr(one, "weight_scale", None), "of its own"),
         (lambda one: setattr(one, "weight_scale", torch.nn.Parameter(torch.ones(1), False)), "1 scales .* for 40"),
     ],
-    ids=["packed", "bf16", "prepacked", "no scale", "per tensor"],
+    ids=["packed", "row-major", "bf16", "prepacked", "no scale", "per tensor"],
 )
 def test_another_layout_is_refused_and_nothing_is_moved(change, why, monkeypatch):
     layer = served_layer(torch.randn(40, 32, dtype=torch.bfloat16))
