@@ -38,6 +38,9 @@ def tagged(completions, gold):
     return [float(f"<date>{right}</date>" in text) for text, right in zip(said(completions), gold)]
 def keyed(completions, gold):
     return [float(f'"day": "{right}"' in text) for text, right in zip(said(completions), gold)]
+def formal(completions, gold):
+    texts = said(completions)
+    return [0.1 * ("<date>" in text) + float(text == right.replace("-", "/")) for text, right in zip(texts, gold)]
 def columned(prompts, completions, gold, note, problem_id, log_metric):
     assert all(prompt[-1]["content"] == one for prompt, one in zip(prompts, note))
     return exact(completions, gold)
@@ -130,6 +133,11 @@ def test_a_reward_that_pays_no_reference_is_refused_with_three_rows_their_reward
     with pytest.raises(BadInput, match=r"Fix reward.answer_form \('Day: {answer}'\) or the comparison"):
         tried("slashed", "--reward.answer_form", "Day: {answer}")
     assert tried("slashed", "--reward.try_references", "0")[0] == []
+
+
+def test_what_the_form_alone_earns_is_no_pay_for_the_answer(tried):
+    with pytest.raises(BadInput, match="formal: 16 of 16 references earn no more than a wrong answer"):
+        tried("formal", "--data.prompt_suffix", "Write <date>year-month-day</date>.")
 
 
 def test_references_that_are_never_paid_count_as_rows_that_cannot_be_used(tried):
