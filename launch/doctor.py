@@ -57,6 +57,7 @@ CHECKS: dict[str, tuple[Check, bool, str]] = {
         True,
         "checks of the recipe on the run's model and this machine, from the model's config alone",
     ),
+    "sharing": (run.sharing, True, "server.share_base: memory of one process mapped by another"),
     "rewards": (run.rewards, True, "the run's rewards, tried on references of its data"),
     "torch": (gpu.torch, True, "build against driver; a matmul on every device, in BF16 and FP8"),
     "imports": (packages.imports, True, "every pinned package, in a child process"),
@@ -65,7 +66,7 @@ CHECKS: dict[str, tuple[Check, bool, str]] = {
     "nccl": (gpu.nccl, True, "a sum over all GPUs and its bandwidth; gloo without GPUs"),
 }
 # Start order of those checks: the longest first.
-LONGEST = ("vllm", "imports", "model", "rewards", "bitsandbytes", "nccl", "torch", "hub")
+LONGEST = ("vllm", "imports", "model", "rewards", "bitsandbytes", "nccl", "sharing", "torch", "hub")
 MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "skip"}
 
 

@@ -84,7 +84,8 @@ def check_keys(config: Config, card: Card, count: int) -> None:
     The launcher decides how many processes a CPU gets, so any batch is accepted there.
     """
     trainer = placed(config, card, count).trainer
-    check_config(config, max(1, len(trainer)) if count else max(1, config.rollout.group_size))
+    is_counted = count or config.server.share_base  # which one process trains
+    check_config(config, max(1, len(trainer)) if is_counted else max(1, config.rollout.group_size))
 
 
 def placed(config: Config, card: Card, count: int) -> Placement:

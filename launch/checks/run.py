@@ -29,6 +29,7 @@ NF4_COPY_SHARE = 0.28  # 0.56 bytes a weight; other bases keep no separate copy 
 ADAPTER_SHARE = 0.011
 
 
+SHARING_LIMIT_S = 90.0  # two processes that import torch
 RECIPE_LIMIT_S = 120.0  # for a child that imports torch and transformers from a cold disk
 
 
@@ -212,6 +213,20 @@ def model(machine: Machine) -> Iterator[Row]:
         yield from fails_of(outcome.facts["refused"])
     else:
         yield ok(f"{machine.config.model.source}, {outcome.facts['kind']}: accepted by the recipe")
+
+
+@of_a_run
+def sharing(machine: Machine) -> Iterator[Row]:
+    """With `server.share_base`, whether a process can map the memory of another one here, in child processes."""
+    if not machine.config.server.share_base:
+        yield skip("server.share_base is false")
+        return
+    outcome = run_step(machine, SHARING_LIMIT_S, "sharing", "mapped_memory")
+    if outcome.fault:
+        fix = "leave WSL and other layers that lack CUDA IPC, or set server.share_base to false"
+        yield fail(f"a process cannot map another one's memory: {reason(outcome)}", fix)
+    else:
+        yield ok(f"memory of one process on {outcome.facts['device']} is mapped by another, with its values")
 
 
 @of_a_run

@@ -42,6 +42,14 @@ SHAPE = {
     "initializer_range": 0.05,
 }
 PROMPT = list(range(3, 35))
+# A process that owns shared memory until its input ends.
+OWNER = """
+import json, sys, torch
+from kit.weights.shared_memory import describe, move_to_file
+held = {"x": torch.arange(1000.0, device=sys.argv[1])}
+print(json.dumps(describe(held, move_to_file(held.values()))), flush=True)
+sys.stdin.read()
+"""
 
 
 def import_module(name: str) -> dict:
@@ -224,6 +232,32 @@ def _log_probs(folder: str, ids: list[int]) -> "torch.Tensor":
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, :-1]  # (T - 1, V)
     return torch.log_softmax(logits, -1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+
+
+def mapped_memory() -> dict:
+    """A tensor of a child process, mapped by this one as `server.share_base` does; the facts hold the device."""
+    import subprocess
+
+    import torch
+
+    from kit.weights.shared_memory import attach
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(device)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        line, mapped = owner.stdout.readline(), {}
+        if not line:
+            raise ValueError(f"the process that owns the memory ended with {owner.wait()}")
+        mapped = attach(json.loads(line), device)
+        if not torch.equal(mapped["x"].cpu(), torch.arange(1000.0)):
+            raise ValueError("the mapped memory has other values than its owner's")
+        mapped.clear()  # before the owner ends
+    finally:
+        owner.kill()
+        owner.communicate()
+    return {"device": str(device)}
 
 
 def all_reduce(rank: int, world: int, store: str, backend: str, mib: int) -> dict:

@@ -450,6 +450,21 @@ def test_a_base_that_is_mapped_is_counted_in_the_server_alone():
     assert sum(stored.values()) == pytest.approx(server["weights"] + server["16-bit layers"])
 
 
+def test_one_base_is_planned_for_a_machine_without_a_gpu_too():
+    keys = [
+        "--policy.quantization=fp8",
+        "--model.dtype=bfloat16",
+        "--rollout.backend=server",
+        "--rollout.sync=adapter",
+    ]
+    config = load_config(ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml", [*keys, "--server.share_base=true"])
+    shape, cpu = shape_by_size("0.6b"), parse_gpus("cpu")
+    shared = make_layout(config, shape, *cpu).worst.peak.low
+    own = make_layout(with_keys(config, {"server.share_base": False}), shape, *cpu).worst.peak.low
+    base = shape.linear_weights + 2 * shape.other_weights
+    assert own - shared == pytest.approx(base / 2**30)
+
+
 def test_the_16_gb_configuration_fits_as_its_file_says(monkeypatch, capsys):
     code, out = command(monkeypatch, capsys, "--config", SHARED, "--gpu", "rtx4080")
     (figures,) = re.findall(r"GPU 0: ([\d.]+ \([\d.]+ to [\d.]+\) of [\d.]+) GiB", " ".join(out.split()))

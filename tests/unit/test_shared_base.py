@@ -29,6 +29,10 @@ from kit.weights.fp8 import Fp8Linear, dequantize_with, quantize_weight
 from kit.weights.frozen_base import hash_base, load_frozen
 from kit.weights.shared_base import load_shared
 from kit.weights.shared_memory import attach, describe, described_bytes, move_to_file
+from launch.checks import run as checks
+from launch.checks.children import Outcome
+from launch.checks.machine import Machine
+from launch.checks.steps import mapped_memory
 from tests.conftest import ROOT
 from tests.unit.fake_engine import Engine, Server, without_vllm, write_base
 
@@ -321,6 +325,19 @@ def test_several_trainer_processes_are_refused():
 def test_the_trainer_takes_the_replicas_own_gpu():
     config = load_config(CONFIG, ["--train.gpus=null", "--server.gpus=[1]"])
     assert place(config, ["0", "1", "2"], True).trainer == ("1",)
+
+
+def test_the_doctor_tries_it_for_a_run_that_shares_its_base_and_for_no_other(monkeypatch):
+    def row(outcome: Outcome, *changes: str):
+        monkeypatch.setattr("launch.checks.run.run_step", lambda *_: outcome)
+        (found,) = checks.sharing(Machine(config=load_config(CONFIG, changes)))
+        return found
+
+    assert row(Outcome(1.0), "--server.share_base=false").status == "skip"
+    assert row(Outcome(1.0, {"device": "cuda:0"})).status == "ok"
+    failed = row(Outcome(1.0, fault="RuntimeError: CUDA error: operation not supported"))
+    assert failed.status == "fail" and "not supported" in failed.found and "server.share_base" in failed.fix
+    assert mapped_memory()["device"] in ("cpu", "cuda:0")
 
 
 @pytest.fixture
