@@ -333,6 +333,8 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
         keys = {"train.recompute": "full", "train.recompute_fraction": 1.0}
         found.append((keys, "one more forward pass in the update"))
     row = layout.card.generation
+    if row and config.model.dtype not in row.dtypes:
+        found.append(({"model.dtype": row.dtypes[0]}, "less range than bfloat16: the loss is scaled"))
     if config.policy.compute == "fp8" and row and not row.trainer_fp8:
         found.append(({"policy.compute": "fused"}, "matmuls in 16 bits"))
     if config.distill.is_given and config.distill.chunk_tokens > 256:
@@ -374,12 +376,13 @@ def _server_candidates(layout: Layout, shared: bool) -> list[tuple[Keys, str]]:
     if free and row and server.weights not in row.served:
         found.append(({"server.weights": "fp8_per_tensor"}, "inputs stay in 16 bits (W8A16)"))
         found.append(({"server.weights": "bf16"}, "twice the memory for the server's weights"))
-    if free and server.weights == "bf16" and row and row.served.get("fp8_per_channel") == W8A8:
+    has_w8a8 = row is not None and row.served.get("fp8_per_channel") == W8A8
+    if free and server.weights == "bf16" and has_w8a8:
         found.append(({"server.weights": "fp8_per_channel"}, "FP8 rounding in the sampler, faster rollouts"))
     if shared and not server.sleep and not layout.card.is_cpu:
         keys: Keys = {"server.sleep": True} | host | in_turn(config)
         found.append((keys, "about half a second per step to sleep and wake"))
-    if shared and free and not server.share_base and layout.card.fp8_tflops and layout.shape.experts is None:
+    if shared and free and not server.share_base and has_w8a8 and layout.shape.experts is None:
         one: Keys = {"server.share_base": True, "policy.quantization": "fp8", "rollout.sync": "adapter"}
         one |= {"server.weights": "fp8_per_channel", "server.sleep": False, "policy.embeddings": "gpu"}
         found.append((one, "one FP8 base for both, adapters served unmerged: slower rollouts"))

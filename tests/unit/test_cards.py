@@ -12,14 +12,18 @@ from kit.core.config.card_rules import served_product, server_faults, trainer_fa
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.plan.cards_table import generation_lines
-from kit.plan.fitting import lay_out
+from kit.plan.fitting import lay_out, remedy
 from kit.plan.gpus import parse_gpus
+from kit.plan.layout import make_layout
 from kit.plan.shapes import shape_by_size
 from kit.train.trainer import check_card
 from launch.vllm_command import Installed, plans
 from tests.sandbox import ROOT
 
 CONFIG = ROOT / "recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml"
+
+
+AMPERE = ["--server.weights=fp8_per_tensor", "--policy.compute=fused"]
 
 
 def config(**keys):
@@ -90,6 +94,29 @@ def test_the_trainer_refuses_its_own_gpu_before_it_loads_a_weight(monkeypatch):
         check_card(config())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     check_card(config())
+
+
+@pytest.mark.parametrize(
+    ("card", "name", "size", "keys"),
+    [
+        ("t4", "qwen2.5_1.5b-nf4-gsm8k-1gpu", "qwen2.5-1.5b", ["--model.dtype=float16"]),
+        ("rtx3090", "qwen2.5_1.5b-nf4-gsm8k-1gpu", "qwen2.5-1.5b", []),
+        ("rtx3090", "qwen3_8b-nf4-fp8-1x24gb", "8b", ["--server.weights=fp8_per_tensor"]),
+        ("a100:2", "qwen3_8b-nf4-fp8-gsm8k-2gpu", "8b", AMPERE),
+    ],
+)
+def test_what_the_page_starts_from_on_older_cards_fits_them(card, name, size, keys):
+    made = load_config(ROOT / f"recipes/configs/grpo-{name}.yaml", keys)
+    layout = make_layout(made, shape_by_size(size), *parse_gpus(card))
+    assert layout.fits and layout.faults == []
+    page = (ROOT / "recipes/README.md").read_text()
+    assert f"| `grpo-{name}` | {'`' + ' '.join(keys).replace('=', ' ') + '`' if keys else 'nothing'} |" in page
+
+
+def test_a_plan_for_a_card_without_bf16_is_told_to_compute_in_float16():
+    made = load_config(ROOT / "recipes/configs/grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu.yaml", [])
+    layout = make_layout(made, shape_by_size("qwen2.5-1.5b"), *parse_gpus("t4"))
+    assert not layout.fits and remedy(layout) == {"model.dtype": "float16"}
 
 
 def test_every_card_has_a_row_and_speeds_that_agree_with_it():
