@@ -231,7 +231,10 @@ def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
     done, model = (
         [],
         SimpleNamespace(
-            peft_config={"default": None}, get_base_model=lambda: "the base", named_modules=lambda: iter(())
+            peft_config={"default": None},
+            get_base_model=lambda: "the base",
+            get_input_embeddings=lambda: SimpleNamespace(register_forward_pre_hook=lambda beat: None),
+            named_modules=lambda: iter(()),
         ),
     )
 
