@@ -21,8 +21,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kit.core.cards import generation
+
 SHAPE = (24576, 4096)  # (out, in) of gate and up of Qwen3-8B, fused
-OFF = 0.02  # largest error of an output, relative to the largest one
+OFF = 0.1  # largest error of an output, relative to the largest output
 KINDS = ("fp8_per_tensor", "fp8_per_block")
 
 
@@ -86,7 +88,7 @@ def fold_check(kind: str, dtype: torch.dtype, has_bias: bool) -> tuple[bool, str
     exact = torch.nn.functional.linear(x.float(), merged.float(), None if bias is None else bias.float())
     found = layer.quant_method.fp8_linear.apply_weights(layer, x, layer.bias).float()
     off = ((found - exact).abs().max() / exact.abs().max()).item()
-    ok = same and off < 5 * OFF
+    ok = same and off < OFF
     told = f"{'same bits' if same else 'OTHER BITS'}, output {off:.3f} off, fold {1e3 * took:.1f} ms"
     return ok, f"{told}, {peak / merged.numel():.1f} bytes a weight beside the merged one"
 
@@ -97,11 +99,13 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("needs a GPU; tests/unit/test_marlin.py checks the same on a CPU")
         return 2
-    has_bf16 = torch.cuda.get_device_capability() >= (8, 0)
+    dtypes = [torch.bfloat16, torch.float16]
+    if "bfloat16" not in generation(torch.cuda.get_device_capability()).dtypes:
+        dtypes.remove(torch.bfloat16)
     failed = 0
     with set_current_vllm_config(VllmConfig()), torch.inference_mode():
         for kind in KINDS:
-            for dtype in [torch.bfloat16, torch.float16][not has_bf16 :]:
+            for dtype in dtypes:
                 for has_bias in (False, True):
                     ok, line = fold_check(kind, dtype, has_bias)
                     failed += not ok
