@@ -62,7 +62,7 @@ OWN = {
 }
 SUBCOMMANDS = {
     "serve": ("start", "stop", "canary"),
-    "merge": ("base", "card", "dequantize", "diagnose", "import", "verify"),
+    "merge": ("base", "card", "dequantize", "diagnose", "gguf", "import", "verify"),
     "eval": ("endpoint", "gate", "lm_eval", "report"),
     "reward": ("attack", "audit", "check"),
     "export": ("check", "verl"),

@@ -146,12 +146,15 @@ def prepared(source: Checkpoint, folder: Path) -> Path:
 
     The converter records its name as the model's.
     """
+    from merge.card import CARD
     from merge.chat_template import change_templates
     from merge.ollama import kept_as_it_is
 
     place = folder / source.run.path.name
     place.mkdir()
     for entry in source.directory.iterdir():
+        if entry.name == CARD:  # the converter would record the tags of the BF16 checkpoint
+            continue
         # Files that hold templates are copied, since they change.
         if entry.suffix in (".json", ".jinja"):
             shutil.copyfile(entry, place / entry.name)

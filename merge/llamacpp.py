@@ -22,25 +22,22 @@ from typing import Any
 # The converter recognizes a tokenizer by a hash of the tokens of a text, which only a published vocabulary has. These
 # are llama.cpp's names for the pre-tokenizers of tokenizer.json that split like one of its own, whatever the
 # vocabulary; the check compares the tokens in any case.
-PRE_TOKENIZERS = (
-    ("gpt-2", [{"type": "ByteLevel", "use_regex": True}]),
-    ("smollm", [{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "use_regex": True}]),
-    (
-        "qwen2",
-        [
-            {
-                "type": "Split",
-                "pattern": {
-                    "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-                    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-                },
-                "behavior": "Isolated",
-                "invert": False,
-            },
-            {"type": "ByteLevel", "use_regex": False},
-        ],
-    ),
-)
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+WORDS = BYTES | {"use_regex": True}  # GPT-2's own regular expression
+QWEN = {
+    "type": "Split",
+    "pattern": {
+        "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    },
+    "behavior": "Isolated",
+    "invert": False,
+}
+PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [WORDS],
+    "smollm": [{"type": "Digits", "individual_digits": True}, WORDS],
+    "qwen2": [QWEN, BYTES],
+}
 
 
 class Refused(Exception):
@@ -89,9 +86,8 @@ def pre_tokenizer(tokenizer: Any) -> str:
     rule = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
     steps = rule.get("pretokenizers", [rule])
     found = [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
-    for name, expected in PRE_TOKENIZERS:
-        # Inside a word a leading space changes nothing; at the start of a text it would.
-        if found == [step | ({"add_prefix_space": False} if step["type"] == "ByteLevel" else {}) for step in expected]:
+    for name, expected in PRE_TOKENIZERS.items():
+        if found == expected:
             return name
     raise Refused("its tokenizer splits text as none that llama.cpp knows")
 
@@ -101,7 +97,12 @@ def check(request: dict) -> dict:
 
     Returns the tokens of `texts`, and those of `stops` at which llama.cpp would not stop.
     """
-    converter(request["model"], "bf16", request["out"]).write_vocab()
+    try:
+        converter(request["model"], "bf16", request["out"]).write_vocab()
+    except Refused:
+        raise
+    except Exception as error:  # of a class for each architecture, with errors of their own
+        raise Refused(f"llama.cpp's converter does not take it: {type(error).__name__}: {error}") from None
     with opened(request["out"], vocabulary_only=True) as (ffi, lib, model):
         vocabulary = lib.llama_model_get_vocab(model)
         return {

@@ -127,6 +127,32 @@ GEMMA = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
 }
+
+
+def rules() -> dict[str, Any]:
+    """Pre-tokenizers as in the tokenizer.json of SmolLM2 and of Qwen2.5, by llama.cpp's names for them."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    qwen = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    qwen += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    level = ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    return {
+        "smollm": Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
+        "qwen2": Sequence([Split(Regex(qwen), behavior="isolated", invert=False), level]),
+    }
+
+
+@pytest.mark.parametrize("name", ["smollm", "qwen2"])
+def test_a_vocabulary_of_its_own_is_recognized_by_its_rule(name, llamacpp, tmp_path):
+    tokenizer = merging_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = rules()[name]
+    source = checkpoint_of(make_model(tmp_path / "model", tokenizer=tokenizer))
+    (tmp_path / "copy").mkdir()
+    gguf.check_vocabulary(llamacpp, source, model := gguf.prepared(source, tmp_path / "copy"))
+    assert field(open_gguf(model.with_suffix(".vocabulary.gguf")), "tokenizer.ggml.pre") == name
+
+
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
@@ -164,6 +190,7 @@ def test_a_file_of_another_model_is_refused(run, llamacpp):
     ("change", "reason"),
     [
         ("architecture", "llama.cpp's converter does not know the architecture NovelForCausalLM"),
+        ("Phi3", "llama.cpp's converter does not take it: .*Missing .*tokenizer.model"),
         ("merges", "llama.cpp does not load it: .*cannot find tokenizer merges"),
         ("rule", "its tokenizer splits text as none that llama.cpp knows"),
         ("normalizer", "llama.cpp makes other tokens of .*What is 2"),
@@ -176,7 +203,9 @@ def test_what_llama_cpp_cannot_hold_is_refused_before_a_weight_is_read(change, r
         from tokenizers.normalizers import Lowercase
 
         tokenizer.backend_tokenizer.normalizer = Lowercase()
-    folder = make_model(tmp_path / "model", tokenizer=byte_tokenizer() if change == "merges" else tokenizer)
+    family = "Phi3" if change == "Phi3" else "Qwen3"
+    tokenizer = byte_tokenizer() if change == "merges" else tokenizer
+    folder = make_model(tmp_path / "model", False, family=family, tokenizer=tokenizer)
     for file in folder.glob("*.safetensors"):  # a weight that is read would fail
         content = file.read_bytes()
         file.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])  # the header alone

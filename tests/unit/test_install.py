@@ -67,6 +67,7 @@ BROUGHT_BY_VLLM = {"vllm", "fastapi", "starlette", "triton", "pynvml"}
 OF_OTHER_ENVIRONMENTS = {"llmcompressor", "verl", "hydra", "omegaconf", "unsloth", "modelopt"}
 OF_OTHER_ENVIRONMENTS |= {"openenv", "fastmcp", "uvicorn", "pydantic", "jsonschema", "verifiers"}
 OF_OTHER_ENVIRONMENTS |= {"tensorboard", "trackio", "wandb"}  # tests/smoke/read_trackers.py, in .venv-trackers
+OF_OTHER_ENVIRONMENTS |= {"xllamacpp", "llama_cpp_py_sync", "conversion"}  # merge/llamacpp.py, in .venv-llamacpp
 # In requirements-cuda.txt alone: their kernels need a GPU.
 OF_GPUS = {"liger_kernel", "cudnn"}
 

@@ -9,10 +9,17 @@ from tests.conftest import ROOT
 # Each takes a large part of a second to import, torch and transformers several.
 LARGE = ("torch", "transformers", "trl", "peft", "datasets", "vllm", "bitsandbytes", "scipy", "matplotlib", "sympy")
 # What a command starts in a process of its own; a user never types it.
-WORKERS = {"launch.export.schema", "launch.starting.leash", "launch.checks.steps", "merge.awq", "eval.vllm_worker"}
+WORKERS = {
+    "launch.export.schema",
+    "launch.starting.leash",
+    "launch.checks.steps",
+    "merge.awq",
+    "merge.llamacpp",
+    "eval.vllm_worker",
+}
 WORKERS |= {"reward.worker", "reward.sandbox_child"}
 FURTHER = {
-    "merge": ["base", "dequantize", "diagnose", "card", "import", "verify"],
+    "merge": ["base", "dequantize", "diagnose", "card", "gguf", "import", "verify"],
     "eval": ["gate", "report", "endpoint", "lm_eval"],
     "reward": ["check", "attack", "audit"],
     "launch.export": ["verl"],
