@@ -119,6 +119,7 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed,
     """Print what will be served and where, and the equivalent `trl vllm-serve` command."""
     server, directory = config.server, base_directory(config)
     way = f"remerge (copy of the base on {server.nf4_copy})" if config.rollout.sync == "remerge" else "adapter"
+    way += ", a trainer maps its base" * server.share_base
     fmt, called = served_format(config), CALLED[config.policy.quantization]
     held = f"{server.weights}, quantized to {fmt.name}" if fmt else server.weights
     held += " as W8A16 (forced)" if server.force_w8a16 else ""

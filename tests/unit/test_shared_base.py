@@ -33,6 +33,7 @@ from launch.checks import run as checks
 from launch.checks.children import Outcome
 from launch.checks.machine import Machine
 from launch.checks.steps import mapped_memory
+from launch.vllm_command import Installed, plans
 from tests.conftest import ROOT
 from tests.unit.fake_engine import Engine, Server, without_vllm, write_base
 
@@ -305,6 +306,8 @@ def test_a_tensor_that_is_missing_or_of_another_kind_is_named(tmp_path):
         (["--server.tensor_parallel=2"], "server.tensor_parallel is 2: each worker .* Set it to 1"),
         (["--server.sleep=true"], "server.sleep is true: .* Set it to false"),
         (["--policy.embeddings=host"], "policy.embeddings is host"),
+        (["--server.vllm={cpu-offload-gb: 4}"], "names cpu-offload-gb: part of the weights"),
+        (["--server.vllm={enable_cumem_allocator: true}"], "names enable_cumem_allocator: CUDA does not export"),
         (["--rollout.backend=in_process"], "rollout.backend is in_process: there is no server"),
         (["--rollout.server_urls=[http://10.0.0.9:8000]"], "within one machine"),
         (["--rollout.server_urls=[http://127.0.0.1:1, http://127.0.0.1:2]"], "names 2 replicas"),
@@ -320,6 +323,13 @@ def test_what_a_shared_base_does_not_go_with_is_refused_by_name(changes, why):
 def test_several_trainer_processes_are_refused():
     (fault,) = share_rules.faults(load_config(CONFIG), processes=2)
     assert "2 trainer processes" in fault
+
+
+def test_the_server_starts_with_the_extension_that_shares():
+    (made,) = plans(load_config(CONFIG), Installed("0.31.0", False), ["0"])
+    assert made.options["worker_extension_cls"] == SHARE_BASE and made.options["enable_lora"]
+    with pytest.raises(BadInput, match=r"rollout\.sync is remerge"):
+        plans(load_config(CONFIG, ["--rollout.sync=remerge"]), Installed("0.31.0", False), ["0"])
 
 
 def test_the_trainer_takes_the_replicas_own_gpu():
@@ -361,6 +371,7 @@ def test_a_server_says_where_its_base_is_in_a_file_for_its_user_alone(engine, tm
         (lambda one: setattr(one.parallel_config, "worker_extension_cls", ""), "without --worker-extension-cls"),
         (lambda one: setattr(one.parallel_config, "tensor_parallel_size", 2), "split over 2 GPUs"),
         (lambda one: setattr(one.model_config, "enable_sleep_mode", True), "--enable-sleep-mode"),
+        (lambda one: setattr(one.model_config, "enable_cumem_allocator", True), "--enable-cumem-allocator"),
     ],
 )
 def test_a_server_that_cannot_share_says_why_before_it_moves_anything(engine, tmp_path, change, why):

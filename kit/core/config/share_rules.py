@@ -24,6 +24,13 @@ NEEDED: dict[str, tuple[object, str]] = {
     "policy.embeddings": ("gpu", "the server holds the embedding on the card anyway"),
 }
 
+# Flags of vLLM that `server.vllm` could set, and why its weights could not be mapped then.
+NOT_SERVED = {
+    "enable_cumem_allocator": "CUDA does not export memory of cumem's pool",
+    "cpu_offload_gb": "part of the weights would be in host memory",
+    "offload_backend": "part of the weights would be in host memory",
+}
+
 
 def faults(config: Config, processes: int = 1) -> list[str]:
     """Why the base cannot be shared; empty if `server.share_base` is false."""
@@ -34,6 +41,9 @@ def faults(config: Config, processes: int = 1) -> list[str]:
         group, _, name = key.partition(".")
         if (value := getattr(getattr(config, group), name)) != wanted:
             found.append(f"server.share_base is true and {key} is {_spell(value)}: {why}. Set it to {_spell(wanted)}.")
+    for key in config.server.vllm:
+        if (why := NOT_SERVED.get(str(key).replace("-", "_"))) is not None:
+            found.append(f"server.share_base is true and server.vllm names {key}: {why}. Remove it.")
     if config.rollout.backend == "server":
         found += _places(config.rollout.server_urls)
     if processes > 1:

@@ -437,11 +437,10 @@ class Versions:
             raise Failure(
                 400, f"its base is split over {parts} GPUs (--tensor-parallel-size), a trainer needs all of it"
             )
-        if config.model_config.enable_sleep_mode:
-            raise Failure(
-                400,
-                "it was started with --enable-sleep-mode, whose memory pool CUDA does not export to other processes",
-            )
+        for flag in ("enable_sleep_mode", "enable_cumem_allocator"):
+            if getattr(config.model_config, flag, False):
+                named = f"--{flag.replace('_', '-')}"
+                raise Failure(400, f"it was started with {named}: CUDA does not export memory of cumem's pool")
         async with self._lock:
             self._check_usable()
             (described,) = await self._workers("share_base")
