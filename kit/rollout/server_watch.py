@@ -11,8 +11,8 @@ from typing import Any
 from kit.core.errors import BadInput, CheckFailed
 from kit.rollout.replica import CONTINUE
 
-# Sent by this process to itself. SIGUSR1 is Slurm's (launch/slurm/job.sh).
-SIGNAL = signal.SIGUSR2
+# Sent by this process to itself. SIGUSR1 is Slurm's (launch/slurm/job.sh), SIGUSR2 writes stacks (core/progress.py).
+SIGNAL = signal.SIGRTMIN + 7
 _exits = contextlib.ExitStack()
 
 

@@ -296,6 +296,7 @@ def test_wrappers_in_an_adapter_file_are_named_by_their_parameters():
         (["--policy.quant_cfg", "fp8"], "policy.quant_cfg does not reach experts"),
         (["--policy.target_modules", '["q_proj", "gate"]'], "routers stay frozen"),
         (["--rollout.backend", "server", "--rollout.sync", "adapter"], "Set rollout.sync to remerge"),
+        (["--server.share_base", "true"], "layouts of its own. Set server.share_base to false"),
     ],
 )
 def test_settings_that_do_not_reach_experts_are_refused(qwen, keys, message):

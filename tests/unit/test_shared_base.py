@@ -211,6 +211,14 @@ def test_another_layout_is_refused_and_nothing_is_moved(change, why, monkeypatch
     assert layer.weight.data_ptr() == where
 
 
+def test_weights_that_are_partly_offloaded_are_refused():
+    layer = served_layer(torch.randn(40, 32, dtype=torch.bfloat16))
+    model = model_of(layer)
+    model.norm.to("meta")
+    with pytest.raises(ValueError, match="its weights are on cpu and meta: start it without offloading"):
+        base_tensors(model, [fused(layer, 32)])
+
+
 def test_a_worker_moves_its_weights_once_and_describes_them_again_for_the_next_trainer(monkeypatch):
     layer = served_layer(torch.randn(40, 32, dtype=torch.bfloat16))
     worker = ShareBase()
@@ -412,6 +420,13 @@ def test_a_training_ends_with_the_cause_as_soon_as_its_server_is_killed(sleeper)
     with pytest.raises(CheckFailed, match=rf"127.0.0.1:1 has ended \(process {sleeper.pid}\).*continue with --resume"):
         sleeper.kill()
         time.sleep(60)
+
+
+def test_watching_a_server_leaves_other_signals_alone(sleeper):
+    """Slurm's, and the one at which a trainer writes its stacks."""
+    before = {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
+    server_watch.watch(sleeper.pid, "http://127.0.0.1:1")
+    assert {one: signal.getsignal(one) for one in before} == before
 
 
 def test_a_server_may_end_after_its_trainer(sleeper):

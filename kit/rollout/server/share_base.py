@@ -45,7 +45,7 @@ def base_tensors(model: "torch.nn.Module", linears: list[Linear]) -> "dict[str, 
     """Views of a worker's weights by the names that the trainer has for them: `<layer>.weight` (codes (out, in)) and
     `<layer>.weight_scale` ((out, 1) float32) of linear layers, other parameters under their own names.
 
-    `ValueError` for a layer that is not stored as codes and one scale per output channel.
+    `ValueError` for a layer that is not stored as codes and one scale per output channel, and for several devices.
     """
     found: dict[str, Any] = {}
     fused = set()
@@ -60,8 +60,10 @@ def base_tensors(model: "torch.nn.Module", linears: list[Linear]) -> "dict[str, 
                 found[f"{part.name}.bias"] = bias.data[rows]
     for name, parameter in model.named_parameters():
         name = name.replace(".base_layer.", ".")  # inside a LoRA layer
-        if name not in fused:
+        if name not in fused and parameter.numel():
             found[name] = parameter.data
+    if len(devices := {str(one.device) for one in found.values()}) > 1:
+        raise ValueError(f"its weights are on {' and '.join(sorted(devices))}: start it without offloading")
     return found
 
 
