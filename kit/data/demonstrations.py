@@ -15,6 +15,7 @@ from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput
 from kit.data.problems import ROLES, SHOWN, is_held_out, message_text, split_rows
 
+_SHAREGPT = " ShareGPT's from is role (human: user, gpt: assistant), and its value is content."
 COLUMNS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
 
 
@@ -71,10 +72,10 @@ def check_share(bad: list[tuple[str, str]], count: int, split: str, data: DataCo
         raise BadInput(f"the {split} split has no rows.")
     if len(bad) == count or len(bad) > data.max_bad_fraction * count:
         places = "".join(f"\n  {source}: {error}" for source, error in bad[:SHOWN])
+        skip = "" if len(bad) == count else ", or skip them with a higher data.max_bad_fraction"
         raise BadInput(
             f"{len(bad):,} of {count:,} rows of the {split} split cannot be used (data.max_bad_fraction is "
-            f"{data.max_bad_fraction:g}):{places}\nFix these rows, check sft.rows, or skip them with a higher "
-            "data.max_bad_fraction."
+            f"{data.max_bad_fraction:g}):{places}\nFix these rows or check sft.rows{skip}."
         )
 
 
@@ -83,10 +84,12 @@ def _check_columns(source: str, row: dict, form: str) -> None:
     for name in COLUMNS[form]:
         if name not in row:
             fits = [other for other, columns in COLUMNS.items() if all(column in row for column in columns)]
+            known = "; ".join(f"{other}: {', '.join(columns)}" for other, columns in COLUMNS.items())
             raise BadInput(
                 f"{source} has no column {name!r}, which sft.rows {form} reads; it has "
                 f"{', '.join(map(str, row)) or 'none'}. "
-                f"{f'Set sft.rows to {fits[0]}.' if fits else 'Rename the column.'}"
+                + (f"Set sft.rows to {fits[0]}." if fits else f"Write the columns of one form ({known}).")
+                + (_SHAREGPT if "conversations" in row else "")
             )
 
 
@@ -115,8 +118,16 @@ def _read(source: str, row: dict, data: DataConfig, form: str) -> tuple[Demonstr
         return None, error
     added = len(messages) - sum(map(len, values))
     first = 0 if form == "messages" else added + len(values[0])
-    if not any(message["role"] == "assistant" for message in messages[first:]):
+    learned = [number for number, one in enumerate(messages) if number >= first and one["role"] == "assistant"]
+    if not learned:
         return None, "no message of the assistant to learn"
+    if empty := [number for number in learned if not messages[number]["content"].strip()]:
+        return (
+            None,
+            f"message {empty[0] + 1 - added} of the assistant is empty, and the model would learn to say nothing",
+        )
+    if learned[0] == 0:
+        return None, "no message before the assistant's first, so nothing is answered"
     return Demonstration(digest, source, messages=messages, answers_from=first), ""
 
 

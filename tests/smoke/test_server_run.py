@@ -278,6 +278,20 @@ def test_a_second_turn_after_a_sync_is_that_of_a_server_that_was_started_on_the_
         assert np.array_equal(np.concatenate([one.logprobs for one in samples]), np.concatenate(tails))
 
 
+def test_a_run_from_an_adapter_serves_it_at_once_and_its_kl_to_it_is_0_in_step_1(setup, recipe, tmp_path, read_jsonl):
+    run, adapter = RunDir(tmp_path / "run"), setup.adapters[2]
+    facts = read_manifest(adapter)
+    keys = {"policy.init_adapter": adapter, "policy.reference": "init_adapter", "train.beta": 0.05}
+    keys |= {"policy.lora_rank": facts["rank"], "policy.lora_alpha": facts["alpha"], "train.max_steps": 2}
+    done = recipe(setup.recipe_line(run, [setup.a], keys))
+    assert done.code == 0, done.err
+    first, second = read_jsonl(run.metrics_file)
+    assert first["kl"] == 0.0 and second["kl"] > 0
+    # It moves log-probs by 0.5 on average: a server without it would be far from the policy.
+    for row in (first, second):
+        assert row["sampler_k3"] < 2e-2 and row["canary_delta"] < 0.1, row
+
+
 def test_a_replica_of_another_base_under_this_hash_is_caught(setup, recipe, tmp_path):
     assert setup.fresh.replica.info()["base_hash"] == setup.base_hash
     done = recipe(setup.recipe_line(RunDir(tmp_path / "run"), [setup.a, setup.fresh], {}))

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from kit.core.config.recipe import DISTILLATION, PLAIN
+from kit.core.config.recipe import DISTILLATION, PLAIN, SUPERVISED
 from kit.core.run_directory import RunDir, read_manifest
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.load import load_adapter_weights
@@ -51,6 +51,7 @@ PACKED |= {"train.micro_batch_tokens": 96}
 # So cold that one process and two sample the same completions of a step's prompts.
 DISTILLED = {"distill.teacher": "base", "policy.quant_cfg": "nvfp4a16", "train.max_steps": 2}
 DISTILLED |= {"rollout.temperature": 1e-4, "train.learning_rate": 1e-4}
+FINE_TUNED = {"sft.rows": "prompt_completion", "train.max_steps": 2, "train.per_device_train_batch_size": 8}
 ON_A_CPU = {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}  # DDP then asks for no GPU of the worker's pretended ones
 
 
@@ -64,6 +65,14 @@ def untied(tmp_path_factory, learning_model_dir) -> Path:
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | {"tie_word_embeddings": False}))
     return folder
+
+
+def demonstrations(model: Path, folder: Path) -> Path:
+    """The problems of a model as prompts with completions."""
+    problems = [json.loads(line) for line in (model / "train.jsonl").read_text().splitlines()]
+    pairs = [{"prompt": one["question"], "completion": f" {one['answer']}"} for one in problems]
+    (folder / "demonstrations.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return folder / "demonstrations.jsonl"
 
 
 def fake_replica(model: Path) -> FakeReplica:
@@ -134,7 +143,7 @@ def test_replicas_that_cannot_be_woken_end_both_processes(tmp_path, recipe_argum
 
 
 SHARDED = ("fsdp2", "zero3")
-WHOLE = 5  # the runs on a whole base come first
+WHOLE = 7  # the runs on a whole base come first
 
 
 @dataclass
@@ -154,9 +163,10 @@ class Split:
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_model_dir) -> Split:
-    """On a whole base: two steps (`ddp`), the same resumed after one, a quantized distillation, a run in micro-batches
-    and one with a server. Then for each kind of a split base: two steps, the same resumed after one, one from an
-    adapter with a server, and one step on an unquantized base."""
+    """On a whole base: two steps (`ddp`), the same resumed after one, a quantized distillation, a run from `ddp`'s
+    adapter with that as its reference, a supervised one, one in micro-batches and one with a server. Then for each
+    kind of a split base: two steps, the same resumed after one, one from an adapter with a server, and one step on an
+    unquantized base."""
     folder, plan = tmp_path_factory.mktemp("split"), []
     keys = {**KEYS, "train.save_steps": 1}
     replicas = {kind: fake_replica(untied) for kind in SHARDED} | {"overlapped": fake_replica(tiny_model_dir)}
@@ -173,6 +183,9 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
     add("ddp", untied, keys, ON_A_CPU)
     add("ddp-resumed", untied, keys, ON_A_CPU, resumed="ddp")
     add("distilled", learning_model_dir, DISTILLED | {"train.per_device_train_batch_size": 8}, ON_A_CPU, DISTILLATION)
+    started = {"policy.init_adapter": folder / "ddp/adapters/v000002", "policy.reference": "init_adapter"}
+    add("started", untied, keys | started, ON_A_CPU)
+    add("fine-tuned", untied, FINE_TUNED | {"data.path": demonstrations(untied, folder)}, ON_A_CPU, SUPERVISED)
     add("packed", untied, PACKED, ON_A_CPU)
     overlap = {"rollout.overlap": "true", "train.max_steps": 3}
     add("overlapped", tiny_model_dir, server_keys(replicas["overlapped"]) | overlap, ON_A_CPU)
@@ -193,8 +206,8 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
         for replica in replicas.values():
             replica.stop()
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
-    for said in ("base unchanged", "training problems:"):
-        assert done.stdout.count(said) == len(plan), "each run says it once, not each process"
+    for said, fewer in (("base unchanged", 0), ("training problems:", 1), ("training rows:", len(plan) - 1)):
+        assert done.stdout.count(said) == len(plan) - fewer, "each run says it once, not each process"
     return Split(folder, replicas)
 
 
@@ -236,6 +249,23 @@ def test_a_quantized_distillation_by_two_processes_is_that_of_one(
     assert recipe(alone, DISTILLATION).code == 0
     assert json.loads(two.config_file.read_text())["processes"] == 2
     for key, expected in figures(one, "divergence", "grad_norm", "entropy").items():
+        assert min(expected) > 0 and figures(two, key)[key] == pytest.approx(expected, rel=1e-4), key
+
+
+def test_the_adapter_that_two_processes_start_from_is_their_reference(split):
+    """The KL to it is 0 in step 1; that of the same start to the base is not."""
+    started, served = figures(split.run("started"), "kl"), figures(split.run("fsdp2-served"), "kl")
+    assert started["kl"][0] == 0.0 < started["kl"][1] and served["kl"][0] > 0
+
+
+def test_two_processes_fine_tune_on_the_rows_that_one_process_takes(split, tmp_path, recipe, recipe_arguments, untied):
+    one, two = RunDir(tmp_path / "one"), split.run("fine-tuned")
+    whole = {"data.path": demonstrations(untied, tmp_path), "train.per_device_train_batch_size": 16}
+    done = recipe(recipe_arguments(untied, one.path, FINE_TUNED | whole), SUPERVISED)
+    assert done.code == 0, done.err
+    for alone, together in zip(rows(one, "ledger.jsonl"), rows(two, "ledger.jsonl"), strict=True):
+        assert sorted(alone["problem_ids"]) == sorted(together["problem_ids"]) and len(alone["problem_ids"]) == 16
+    for key, expected in figures(one, "loss", "grad_norm").items():
         assert min(expected) > 0 and figures(two, key)[key] == pytest.approx(expected, rel=1e-4), key
 
 

@@ -4,14 +4,19 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kit.core.config.load import load_config
+from kit.core.config.recipe import PLAIN, QUANTIZED
 from kit.core.config.sharding_rules import FSDP2, ZERO3
 from kit.core.errors import BadInput
 from kit.plan import memory
 from kit.plan.gpus import parse_gpus
 from kit.plan.shapes import find_shape
 from kit.policy.load import publish_adapter
+from tests.conftest import make_base
+
+FEW = ("--limit", 10, "--problems", 100, "--heldout", 20)
 
 WAYS = {
     "padded": {},
@@ -20,6 +25,8 @@ WAYS = {
     "packed and fused": {"policy.compute": "fused", "train.micro_batch_tokens": 128},
     "kl in the reward": {"train.kl_in_reward": True},
     "bfloat16": {"policy.adapter_dtype": "bfloat16"},
+    "quantized": {"policy.quant_cfg": "nvfp4a16"},
+    "kept weights": {"rollout.keep_weights": "always"},
 }
 
 
@@ -40,7 +47,7 @@ def build(build_trainer, recipe_arguments, learning_model_dir, tmp_path, start):
     def make(changes: dict, flags: tuple[str, ...] = (), name: str = "run"):
         keys = {"policy.reference": "init_adapter", "policy.init_adapter": start, "train.beta": 0.05}
         arguments = recipe_arguments(learning_model_dir, tmp_path / name, keys | changes, flags)
-        return build_trainer(arguments)
+        return build_trainer(arguments, file=QUANTIZED if "policy.quant_cfg" in changes else PLAIN)
 
     return make
 
@@ -52,6 +59,30 @@ def test_the_kl_to_the_start_is_exactly_0_in_step_1_and_grows_from_there(build, 
     first, second = (row["kl"] for row in read_jsonl(trainer.run.metrics_file))
     assert first == 0.0  # to the base it is not: the next test
     assert second > 1e-6
+
+
+def test_a_mixture_of_experts_has_its_start_as_reference(tmp_path, build_trainer, recipe_arguments, read_jsonl):
+    model = make_base(tmp_path / "model", "--experts", 2, "--layers", 1, "--hidden", 64, "--steps", 0, *FEW)
+    keys = {"train.learning_rate": 1e-2, "train.max_steps": 2, "policy.target_modules": "all-linear"}
+    keys |= {"reward.functions": f"['{__name__}:letters']", "reward.options": "{}"}
+    first = build_trainer(recipe_arguments(model, tmp_path / "first", keys | {"train.save_steps": 2}))
+    first.train_run(resume=False)
+    adapter = first.run.adapter_dir(2)
+    assert any(".experts." in name for name in load_file(adapter / "adapter_model.safetensors"))
+    keys |= {"policy.reference": "init_adapter", "policy.init_adapter": adapter, "train.beta": 0.05}
+    trainer = build_trainer(recipe_arguments(model, tmp_path / "run", keys))
+    ids = [[5, 9, 20, 31, 7, 11]]
+    start, base = trainer.policy.score(ids)[0], trainer.policy.score(ids, is_adapted=False)[0]
+    trainer.train_run(resume=False)
+    kl = [row["kl"] for row in read_jsonl(trainer.run.metrics_file)]
+    assert kl[0] == 0.0 < kl[1] and abs(base - start).max() > 1e-4
+    with trainer.policy.reference():
+        assert (trainer.policy.score(ids)[0] == start).all()
+
+
+def letters(completions, **_):
+    """A reward that an untrained model gets a spread of."""
+    return [float(sum(map(str.isalpha, one[0]["content"]))) for one in completions]
 
 
 def test_the_reference_scores_with_the_start_whatever_the_policy_has_become(build, learning_model_dir):

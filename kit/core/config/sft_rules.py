@@ -60,9 +60,8 @@ def faults(config: Config, processes: int) -> list[str]:
         "data.format": config.data.format,
     }
     if names := [key for key, value in unused.items() if value]:
-        found.append(
-            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} for GRPO. Leave out with the group sft."
-        )
+        is_it, it = ("is", "it") if len(names) == 1 else ("are", "them")
+        found.append(f"{', '.join(names)} {is_it} for GRPO. Leave {it} out with the group sft.")
     if train.num_iterations > 1:
         found.append(
             f"train.num_iterations is {train.num_iterations}: a step learns each of its rows once. Set it to 1."
