@@ -1,13 +1,15 @@
 """Commands of `kit`: the module that each starts, and how its command line is completed to the module's own.
 
-Imports only the standard library and `kit.core.errors`, so that `kit` starts at once.
+Imports only the standard library and two files of `kit.core`, so that `kit` starts at once.
 """
 
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from kit.core.as_typed import VARIABLE
 from kit.core.errors import BadInput, did_you_mean
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +60,7 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 # Handled by kit/__main__.py itself.
 OWN = {
     "completion": "print the completion script for bash or zsh",
-    "python": "run Python with the kit on its path: where a message says `python -m merge`, `kit python -m merge`",
+    "python": "run Python with the kit on its path: `kit python -m eval.serving`",
 }
 SUBCOMMANDS = {
     "serve": ("start", "stop", "canary"),
@@ -96,12 +98,15 @@ def module_arguments(command: Command, arguments: list[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment with the kit's rooms first on Python's path, and the working directory last.
+    """This process's environment with the kit's rooms first on Python's path, and the working directory last; messages
+    of its processes name the commands of `kit`.
 
     `python -m` would put the working directory first, where a file of yours such as reward.py would hide the kit's.
     """
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(Path.cwd())]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONSAFEPATH": "1"}
+    names = {" ".join(command.words): name for name, command in COMMANDS.items()}
+    found = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONSAFEPATH": "1", VARIABLE: json.dumps(names)}
+    return {**os.environ, **found}
 
 
 def unknown(name: str, known: Iterable[str]) -> BadInput:

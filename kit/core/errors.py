@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from kit.core.as_typed import name_commands_as_typed
+
 DONE, CHECK_FAILED, BAD_INPUT = 0, 1, 2
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # By then a launcher has stopped the other processes of a run whose main process failed.
@@ -68,6 +70,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     """
     # On some CPUs bitsandbytes asks for a package with its own kernel, which kit.weights.frozen_base turns off.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    name_commands_as_typed()
     try:
         code = main()
     except KitError as error:

@@ -1,5 +1,6 @@
 """`kit`: one name for the commands. What it starts, what it refuses, what it lists and completes."""
 
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 
 from kit import __main__ as door
 from kit.commands import COMMANDS, CONFIGS, OWN, SUBCOMMANDS, config_names, environment, module_arguments
+from kit.core.as_typed import VARIABLE, AsTyped
 from kit.core.config.load import choices_of, leaves, load_config
 from kit.core.errors import BadInput
 from launch import train
@@ -276,3 +278,30 @@ def test_the_environment_keeps_what_the_user_put_on_the_path(monkeypatch):
 def test_a_name_of_ls_is_a_configuration_that_loads():
     (*_, path) = module_arguments(COMMANDS["plan"], [TINY])
     assert load_config(path).run.name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("said", "typed"),
+    [
+        ("python -m merge --run runs/a --format bf16", "kit merge --run runs/a --format bf16"),
+        ("Make it: python -m eval gate --run a, `python -m eval report`", "Make it: kit gate --run a, `kit report`"),
+        ("usage: python -m launch.server [start | stop]", "usage: kit serve [start | stop]"),
+        ("python -m launch.plan\npython -m  eval.serving", "kit plan\nkit python -m eval.serving"),
+        ("python -m merge diagnose, python -m launch.planner", "kit merge diagnose, kit python -m launch.planner"),
+        ("/usr/bin/python -m merge", "/usr/bin/python -m merge"),
+        ("python -m pip install x; kit python -m merge", "python -m pip install x; kit python -m merge"),
+        ("python -m evaluate", "python -m evaluate"),
+    ],
+)
+def test_messages_name_the_commands_that_the_user_types(said, typed):
+    stream = io.StringIO()
+    assert AsTyped(stream, json.loads(environment()[VARIABLE])).write(said) == len(said)
+    assert stream.getvalue() == typed
+
+
+def test_what_kit_starts_says_kit_and_python_says_python():
+    done = kit("gate")
+    assert done.returncode == 2 and "kit gate: error:" in done.stderr and "python -m" not in done.stderr
+    alone = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    done = processes.run([sys.executable, "-m", "eval", "gate"], cwd=ROOT, env=alone | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and "python -m eval gate: error:" in done.stderr
