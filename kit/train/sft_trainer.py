@@ -17,6 +17,7 @@ Tokens weigh the same over the whole step, over micro-batches and processes, as 
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from trl.trainer.utils import RepeatSampler, add_fused_lm_head, pad
 
@@ -142,8 +143,9 @@ class SftTrainer(PolicyTrainer):
     def sample(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         """The rows of a step as inputs of the loss, after the held-out rows if they are due."""
         step, accelerator = self.state.global_step + 1, self.accelerator
-        if self.recorder and accelerator.num_processes == 1:
-            self.recorder.ledger(step, [row["problem_id"] for row in rows])
+        names = gather_object([row["problem_id"] for row in rows])
+        if self.recorder:
+            self.recorder.ledger(step, names)
         if self.heldout_rows is not None and (step == 1 or step % self.every == 0):
             with self.figures.timed("heldout"):
                 self._measure_heldout()
