@@ -41,12 +41,6 @@ CPU = torch.device("cpu")
 CONFIG = ROOT / "recipes/configs/grpo-qwen3_8b-fp8-shared-1x16gb.yaml"
 
 
-@pytest.fixture(autouse=True)
-def nothing_watched():
-    yield
-    server_watch.unwatch()
-
-
 # Mapped memory ------------------------------------------------------------------------------------------------------
 
 
@@ -411,6 +405,7 @@ def test_a_replica_that_shares_nothing_ends_the_start_with_its_reason(tmp_path):
 def sleeper():
     process = subprocess.Popen(["sleep", "600"])
     yield process
+    server_watch.unwatch()  # first: it would raise in the next test
     process.kill()
     process.wait()
 
