@@ -17,6 +17,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kit.core.cards import generation
+
 if TYPE_CHECKING:
     import torch
 
@@ -61,8 +63,17 @@ def import_module(name: str) -> dict:
     return {"warnings": [text for text in texts if "supports" in text and "version" in text]}
 
 
+def _half(index: int = 0) -> str:
+    """The 16-bit dtype that a GPU computes in; bfloat16 without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "bfloat16"
+    return generation(torch.cuda.get_device_capability(index)).dtypes[0]
+
+
 def torch_devices() -> dict:
-    """The devices torch sees, and the error of a matrix product on each, in BF16 and FP8."""
+    """The devices torch sees, and the error of a matrix product on each, in 16 bits and FP8."""
     import torch
 
     facts: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": []}
@@ -81,8 +92,11 @@ def torch_devices() -> dict:
         device = torch.device("cuda", index)
         capability = torch.cuda.get_device_capability(index)
         a, b = left.to(device), right.to(device)
-        errors: dict[str, float | str] = {"bf16": _error((a.bfloat16() @ b.bfloat16().T), exact)}
-        if capability >= (8, 9):
+        half = _half(index)
+        errors: dict[str, float | str] = {
+            half: _error(a.to(getattr(torch, half)) @ b.to(getattr(torch, half)).T, exact)
+        }
+        if generation(capability).trainer_fp8:
             one = torch.ones((), device=device)
             kind = torch.float8_e4m3fn
             try:
@@ -133,14 +147,14 @@ def bitsandbytes_round_trip() -> dict:
         raise ValueError(f"NF4 of Gaussian weights is off by {error:.1%}, expected {NF4_ERROR[0]:.1%} to "
                          f"{NF4_ERROR[1]:.1%}")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        model = load_nf4(write_small_model(Path(folder)), dtype="bfloat16", device=device)
-        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+        model = load_nf4(write_small_model(Path(folder)), dtype=_half(), device=device)
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, _half())).to(device)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
     with torch.no_grad():
         for name, layer in layers.items():
             plain.get_submodule(name).weight.copy_(dequantize(layer))
     first = next(iter(layers))
-    x = torch.randn(4, SHAPE["hidden_size"], device=device, dtype=torch.bfloat16)
+    x = torch.randn(4, SHAPE["hidden_size"], device=device, dtype=getattr(torch, _half()))
     layer_error = _error(layers[first](x).detach(), plain.get_submodule(first)(x).detach().float().cpu())
     if layer_error > 0.02:
         raise ValueError(f"a Linear4bit is {layer_error:.1%} off the product with its own dequantized weight")
@@ -165,9 +179,10 @@ def _adapter_gradient(model: "torch.nn.Module", device: "torch.device") -> "torc
         for _, value in trained:
             value.data = (torch.randn(value.shape, generator=random) * 0.05).to(device)
     tokens = torch.randint(0, SHAPE["vocab_size"], (4, 32), generator=random).to(device)
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+    half = getattr(torch, _half())
+    with torch.no_grad(), torch.autocast(device.type, half):
         wrapped.eval()(input_ids=tokens)
-    with torch.autocast(device.type, torch.bfloat16):
+    with torch.autocast(device.type, half):
         wrapped.train()(input_ids=tokens, labels=tokens).loss.backward()
     return torch.cat([value.grad.float().flatten().cpu() for _, value in trained])
 
@@ -195,7 +210,7 @@ def vllm_token(quantization: str | None) -> dict:
         engine = LLM(
             model=folder,
             quantization=quantization,
-            dtype="bfloat16",
+            dtype=_half(),
             max_model_len=64,
             max_num_seqs=2,
             enforce_eager=True,

@@ -103,7 +103,7 @@ AWAKE = {"server.sleep": False}
 RICH = metadata.version("rich")
 GOOD = Outcome(1.0, {"gb_per_s": 100.0, "mib": 16})
 HUNG = Outcome(75.0, fault="hangs: no end within 75 s", log="NCCL WARN something\n")
-DEVICE = {"name": "NVIDIA H200", "capability": [9, 0], "errors": {"bf16": 0.002, "fp8": 0.037}}
+DEVICE = {"name": "NVIDIA H200", "capability": [9, 0], "errors": {"bfloat16": 0.002, "fp8": 0.037}}
 SEEN = {"version": "2.13.0+cu130", "cuda": "13.0", "available": True, "devices": [DEVICE]}
 TOKEN = {"version": "0.31.0", "token": 5, "delta": 0.05, "start_s": 3.0, "unknown": {}}
 ON_H200 = {"run_tool": smi(H200)}
@@ -195,9 +195,9 @@ FAULTS: dict[str, tuple[Callable[[Path], Iterator[Row]], str, str]] = {
     "device that torch cannot use": (
         lambda t: gpu.torch_rows(machine(**ON_H200), seen(available=False, reason="no kernel module")),
         "fail", "no kernel module"),
-    "wrong product": (lambda t: gpu.torch_rows(machine(**ON_H200), wrong_device(bf16=0.7, fp8=0.037)),
-        "fail", "a bf16 product: is off by 70.0%"),
-    "no fp8 kernel": (lambda t: gpu.torch_rows(machine(**ON_H200), wrong_device(bf16=0.002, fp8="no kernel image")),
+    "wrong product": (lambda t: gpu.torch_rows(machine(**ON_H200), wrong_device(bfloat16=0.7, fp8=0.037)),
+        "fail", "a bfloat16 product: is off by 70.0%"),
+    "no fp8 kernel": (lambda t: gpu.torch_rows(machine(**ON_H200), wrong_device(bfloat16=0.0, fp8="no kernel image")),
         "fail", "a fp8 product: no kernel image"),
     "fewer gpus in torch": (lambda t: gpu.torch_rows(machine(run_tool=smi(H200, 2)), Outcome(1.0, SEEN)),
         "warn", "torch sees 1 GPUs, nvidia-smi 2"),

@@ -17,6 +17,7 @@ from kit.plan.gpus import parse_gpus
 from kit.plan.layout import make_layout
 from kit.plan.shapes import shape_by_size
 from kit.train.trainer import check_card
+from launch.checks import steps
 from launch.vllm_command import Installed, plans
 from tests.sandbox import ROOT
 
@@ -117,6 +118,14 @@ def test_a_plan_for_a_card_without_bf16_is_told_to_compute_in_float16():
     made = load_config(ROOT / "recipes/configs/grpo-qwen2.5_1.5b-nf4-gsm8k-1gpu.yaml", [])
     layout = make_layout(made, shape_by_size("qwen2.5-1.5b"), *parse_gpus("t4"))
     assert not layout.fits and remedy(layout) == {"model.dtype": "float16"}
+
+
+def test_the_doctor_computes_in_the_dtype_of_the_card(monkeypatch):
+    assert steps._half() == "bfloat16"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, dtype in (((7, 5), "float16"), ((8, 6), "bfloat16")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
+        assert steps._half() == dtype  # vLLM refuses to serve bfloat16 on a T4
 
 
 def test_every_card_has_a_row_and_speeds_that_agree_with_it():
