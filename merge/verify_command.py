@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed
+from kit.core.gguf_types import PREFIX
 from kit.core.run_directory import INTO, MANIFEST, RunDir, read_json, read_manifest
 from merge.imported import run_of
 from merge.options import verify_parser
@@ -74,6 +75,8 @@ def _merged(run: RunDir) -> list[Target]:
     found = []
     for into in INTO:
         for file in sorted(run.merged_into(into).glob(f"[!.]*/[!.]*/{MANIFEST}")):
+            if file.parent.name.startswith(PREFIX):  # a GGUF file, compared in llama.cpp when it was written
+                continue
             manifest = read_manifest(file.parent, "checkpoint")
             found.append(Target(manifest["policy"], manifest["format"], file.parent, into))
     if not found:

@@ -52,6 +52,14 @@ def test_what_is_missing_is_named_with_the_command_that_makes_it(merged, tmp_pat
     assert refused(merged) == f"{place} exists already. Pass --overwrite to replace it, or --out for another place."
 
 
+def test_a_file_is_no_checkpoint_for_merge_verify(merged):
+    from merge.verify_command import _merged
+
+    with publish(merged.merged / "grpo" / "gguf_q8_0") as partial:
+        write_manifest(partial, "gguf", format="gguf_q8_0", policy="grpo")
+    assert [target.path for target in _merged(merged)] == [merged.merged / "grpo" / "bf16"]
+
+
 def test_a_damaged_checkpoint_is_not_converted(merged, monkeypatch):
     monkeypatch.setattr(gguf, "check_environment", lambda _: {})
     (merged.merged / "grpo/bf16/model.safetensors").write_bytes(b"1" * 100)
