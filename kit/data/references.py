@@ -71,6 +71,8 @@ def _why_untried(config: Config, name: str, problems: list[Problem]) -> str:
     function = function_of(name)
     if config.environment.is_given:
         return "completions are episodes of an environment"
+    if config.data.answer_column is None:
+        return "the data has no references"
     if name in MODELS:
         return "another model decides"
     if not is_own(name):

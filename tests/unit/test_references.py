@@ -93,6 +93,7 @@ def tried(tmp_path, monkeypatch):
             (),
             "not tried on references: it needs arguments that only a run has (completion_ids, trainer_state)",
         ),
+        ("slashed", ("--data.answer_column", "null"), "not tried on references: the data has no references"),
         ("silent", (), "WARNING: reward kit_tried_rewards:silent returned None for all of 16 references"),
     ],
 )
