@@ -10,7 +10,6 @@ Exit code: 0; 2 for bad input; 1 with --fail_on_alert when a rule fires or the r
 
 import argparse
 import dataclasses
-import io
 import json
 import math
 import sys
@@ -172,8 +171,8 @@ def write_pictures(arguments: argparse.Namespace, runs: list[RunDir], logs: list
 def main() -> int:
     arguments = parse()
     # A terminal whose encoding lacks block characters shows "?" instead of a traceback.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        reconfigure(errors="replace")
     runs = open_runs(arguments.run)
     logs = [MetricsLog(run.metrics_file) for run in runs]
     for log in logs:

@@ -17,7 +17,7 @@ class AsTyped:
     """A text stream that replaces `python -m …` of the kit's modules in what is written."""
 
     def __init__(self, stream: TextIO, names: dict[str, str]):
-        self._stream, self._names = stream, names
+        self.stream, self._names = stream, names
         known = "|".join(re.escape(words).replace(r"\ ", r"\s+") for words in sorted(names, key=len, reverse=True))
         rooms = "|".join(ROOMS)
         self._pattern = re.compile(
@@ -25,7 +25,7 @@ class AsTyped:
         )
 
     def write(self, text: str) -> int:
-        self._stream.write(self._pattern.sub(self._typed, text))
+        self.stream.write(self._pattern.sub(self._typed, text))
         return len(text)
 
     def _typed(self, found: re.Match) -> str:
@@ -33,7 +33,12 @@ class AsTyped:
         return "kit python -m " if words is None else f"kit {self._names[' '.join(words.split())]}"
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
+
+
+def plain_stdout() -> TextIO:
+    """The standard output that changes nothing, for what another program reads."""
+    return sys.stdout.stream if isinstance(sys.stdout, AsTyped) else sys.stdout
 
 
 def name_commands_as_typed() -> None:

@@ -78,7 +78,9 @@ def _weights_beside(directory: Path) -> str | None:
     """Trained weights that a program keeps outside the adapter's own files; None if there are none."""
     if (directory / "vit.safetensors").is_file():  # ms-swift's tuner_type lora_llm
         return "vit.safetensors holds a vision tower that was trained in full, and only LoRA factors are merged"
-    if any((folder / "relora").is_dir() for folder in (directory, directory.parent)):  # axolotl's ReLoRA
+    # axolotl's ReLoRA: checkpoint-500/relora beside the checkpoint's own adapter, or beside checkpoint-500/adapter.
+    folders = [one for one in (directory, directory.resolve().parent) if one == directory or "checkpoint-" in one.name]
+    if any((folder / "relora").is_dir() for folder in folders):
         return "relora holds the base after earlier merges of ReLoRA, on which these factors were trained"
     return None
 

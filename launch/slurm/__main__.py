@@ -11,6 +11,7 @@ given as --group.key value; they go into the script. Nothing is submitted.
 import sys
 from pathlib import Path
 
+from kit.core.as_typed import plain_stdout
 from kit.core.config.load import load_config
 from kit.core.errors import DONE, BadInput, command_parser, run_command
 from launch.slurm.script import Job, describe, write_script
@@ -46,7 +47,7 @@ def main() -> int:
     text = write_script(job, config)
     print(describe(job, config), file=sys.stderr)
     if flags.out is None:
-        sys.stdout.write(text)
+        plain_stdout().write(text)  # a job runs where there may be no `kit`
         return DONE
     try:
         flags.out.write_text(text)

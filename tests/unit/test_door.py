@@ -17,6 +17,7 @@ from kit.core.as_typed import VARIABLE, AsTyped
 from kit.core.config.load import choices_of, leaves, load_config
 from kit.core.errors import BadInput
 from launch import train
+from launch.slurm import __main__ as slurm
 from launch.starting import trainer_command
 from launch.vllm_command import Installed
 from recipes import catalogue
@@ -297,6 +298,14 @@ def test_messages_name_the_commands_that_the_user_types(said, typed):
     stream = io.StringIO()
     assert AsTyped(stream, json.loads(environment()[VARIABLE])).write(said) == len(said)
     assert stream.getvalue() == typed
+
+
+def test_a_slurm_job_on_the_standard_output_needs_no_kit(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", AsTyped(written, json.loads(environment()[VARIABLE])))
+    monkeypatch.setattr(sys, "argv", ["launch.slurm", "--config", str(CONFIGS / f"{TINY}.yaml"), "--nodes", "1"])
+    assert slurm.main() == 0
+    assert "python -m " in written.getvalue() and "kit " not in written.getvalue()
 
 
 def test_what_kit_starts_says_kit_and_python_says_python():
