@@ -313,7 +313,16 @@ def write_around(
     from merge.ollama import modelfile
 
     (partial / "Modelfile").write_text(modelfile(source.run.config(), source.directory, source.tokenizer, file.name))
-    inherited = ("policy", "into", "base_hash", "adapter_version", "adapter_hash", "trained_for", "quantizer_hash")
+    inherited = (
+        "policy",
+        "into",
+        "base_hash",
+        "adapter_version",
+        "adapter_hash",
+        "trained_for",
+        "quantizer_hash",
+        "stop",
+    )
     facts = {key: source.manifest[key] for key in (*inherited, "chat_template_kwargs") if key in source.manifest}
     facts |= {"verify": None if found is None else asdict(found), "verify_bf16": source.manifest.get("verify")}
     manifest = write_manifest(partial, "gguf", format=f"{PREFIX}{name}", **facts, llamacpp=versions)

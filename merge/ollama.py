@@ -36,6 +36,9 @@ def modelfile(config: dict, checkpoint: Path, tokenizer: Any, file: str) -> str:
     if suffix := data.get("prompt_suffix"):
         lines.insert(0, f"# The training appended {suffix!r} to every question; a Modelfile cannot.")
     lines += [f"PARAMETER {key} {value}" for key, value in parameters(config).items()]
+    if texts := (config.get("rollout") or {}).get("stop"):
+        lines.append("# Completions of the training end with these texts, which Ollama leaves out of its answer.")
+        lines += [instruction("PARAMETER stop", text) for text in texts]
     if tokenizer.chat_template:
         stops = tokenizer.convert_ids_to_tokens(model_stop_tokens(checkpoint, tokenizer))
         lines += [instruction("PARAMETER stop", stop) for stop in stops]

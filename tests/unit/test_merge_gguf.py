@@ -107,7 +107,7 @@ def test_the_modelfile_has_the_settings_of_the_evaluation():
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = {
         "data": {"system_prompt": 'Answer in "boxes".\n\nAlways: # think', "prompt_suffix": "\nThink."},
-        "rollout": {"max_prompt_length": 100, "max_completion_length": 28},
+        "rollout": {"max_prompt_length": 100, "max_completion_length": 28, "stop": ["</answer>", "\n\n"]},
         "eval": {"temperature": 0.6, "max_new_tokens": None},
     }
     found = instructions(text := modelfile(config, model, tokenizer, "run-q8_0.gguf"))
@@ -118,8 +118,8 @@ def test_the_modelfile_has_the_settings_of_the_evaluation():
         ("FROM", "./run-q8_0.gguf"),
         ("SYSTEM", 'Answer in "boxes".\n\nAlways: # think'),
     ]
-    assert {name.removeprefix("PARAMETER "): value for name, value in found[3:-1]} == sampling | lengths
-    assert found[-1] == ("PARAMETER stop", "<|im_end|>")
+    assert {name.removeprefix("PARAMETER "): value for name, value in found[3:-3]} == sampling | lengths
+    assert found[-3:] == [("PARAMETER stop", stop) for stop in ("</answer>", "\n\n", "<|im_end|>")]
     assert r"# The training appended '\nThink.' to every question" in text
     greedy = dict(instructions(modelfile({"eval": {"max_new_tokens": 5}}, model, tokenizer, "x.gguf")))
     assert greedy["PARAMETER temperature"] == "0" and "PARAMETER num_ctx" not in greedy
