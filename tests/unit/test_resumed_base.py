@@ -53,7 +53,7 @@ def test_the_trainer_is_not_given_another_base_than_the_runs(tmp_path, base, mon
     run, config = RunDir(tmp_path), load_config(CONFIG)
     closed = SimpleNamespace(check_base=lambda content: None)
     monkeypatch.setattr(setup, "make_rollout", lambda *_: closed)
-    monkeypatch.setattr(policy, "load_policy_base", lambda config: "the model")
+    monkeypatch.setattr(policy, "load_policy_base", lambda config, shared: "the model")
     monkeypatch.setattr("kit.policy.sharding.loading_whole", lambda arguments: contextlib.nullcontext())
     model, found, _ = setup.load_base(config, run, None, None, None)
     assert model == "the model" and found["hash"] == read_json(run.base_file)["hash"] == HASH
@@ -69,7 +69,7 @@ def test_a_base_that_the_servers_do_not_hold_is_not_recorded(tmp_path, base, mon
         raise BadInput("the server holds another base")
 
     monkeypatch.setattr(setup, "make_rollout", lambda *_: SimpleNamespace(check_base=refuse))
-    monkeypatch.setattr(policy, "load_policy_base", lambda config: "the model")
+    monkeypatch.setattr(policy, "load_policy_base", lambda config, shared: "the model")
     monkeypatch.setattr("kit.policy.sharding.loading_whole", lambda arguments: contextlib.nullcontext())
     run = RunDir(tmp_path)
     with pytest.raises(BadInput, match="the server holds another base"):
