@@ -520,7 +520,8 @@ def split_rows(data: "DataConfig", split: str) -> Iterator[Row]:
     elif data.id:
         yield from _hub_rows(data, split_name)
     else:
-        raise BadInput("no data set is named: set data.id (a hub id) or data.path (a local file or directory).")
+        own = "" if split == "train" else "data.eval_path (held-out problems alone), "
+        raise BadInput(f"no data set is named: set {own}data.id (a hub id) or data.path (a local file or directory).")
 
 
 def _is_one_split(path: Path) -> bool:

@@ -71,6 +71,12 @@ def test_what_cannot_be_evaluated_is_refused_before_a_run_is_made(judged, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_an_adapter_without_problems_is_told_the_key_of_held_out_ones(judged, tmp_path):
+    options, _ = judged
+    with pytest.raises(BadInput, match=r"no data set is named: set data\.eval_path \(held-out problems alone\)"):
+        main(["--adapter", options[1], "--out", str(tmp_path / "run"), *FEW])
+
+
 def test_options_of_an_adapter_do_not_go_with_a_run(judged, tmp_path):
     _, run = judged
     with pytest.raises(BadInput, match="--base_storage is of an adapter without a run"):
