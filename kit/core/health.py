@@ -4,12 +4,11 @@ A rule only warns. Faults that must stop a run stop it in the trainer: a loss or
 that is not the policy, rewards that cannot be computed, a canary that fails.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kit.core.metrics_log import RECENT, group, mean, median, number, read_json_line, series
+from kit.core.metrics_log import RECENT, group, mean, median, number, read_completions, series
 from kit.core.one_line import one_line
 from kit.core.run_directory import RunDir
 
@@ -389,18 +388,9 @@ def alerts(rows: Sequence[dict], run: RunDir | None = None) -> list[Alert]:
 def _examples(run: RunDir) -> Iterator[str]:
     """Completions of different problems from the newest file that has some: problem, end, reference and rewards."""
     for file in sorted(run.completions.glob("step-*.jsonl"), reverse=True):
-        try:
-            lines = file.read_text(errors="replace").split("\n")[:-1]  # the last one may still be written
-        except OSError:
-            continue
         rows: dict[str, dict] = {}
-        for line in lines:
-            try:
-                row = read_json_line(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("completion"), str):
-                rows.setdefault(str(row.get("problem_id")), row)
+        for row in read_completions(file):
+            rows.setdefault(str(row.get("problem_id")), row)
         if rows:
             yield from map(_example, list(rows.values())[:EXAMPLES])
             return

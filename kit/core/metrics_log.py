@@ -1,5 +1,6 @@
 """Read the steps of a run from `metrics.jsonl` while the file still grows."""
 
+import contextlib
 import difflib
 import itertools
 import json
@@ -91,6 +92,21 @@ class MetricsLog:
 def read_json_line(text: str) -> Any:
     """`json.loads` with integers that all fit a float: one of four hundred digits becomes infinite."""
     return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
+
+
+def read_completions(file: Path) -> list[dict]:
+    """The whole lines of a `completions/step-*.jsonl` that hold a completion; empty if the file cannot be read."""
+    try:
+        lines = file.read_text(errors="replace").split("\n")[:-1]  # text after the last newline is still being written
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            row = read_json_line(line)
+            if isinstance(row, dict) and isinstance(row.get("completion"), str):
+                rows.append(row)
+    return rows
 
 
 def group(values: Any, key: str) -> dict:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kit.core.metrics_log import group, number, read_json_line
+from kit.core.metrics_log import group, number, read_completions
 from kit.core.run_directory import RunDir
 
 
@@ -51,18 +51,9 @@ def latest_group(run: RunDir) -> SampleGroup | None:
 def _read(file: Path, changed: int, size: int) -> SampleGroup | None:
     del changed, size  # part of the cache key: a file that still grows is read again
     step = file.stem.removeprefix("step-")
-    try:
-        lines = file.read_text(errors="replace").split("\n")[:-1]  # text after the last newline is still being written
-    except OSError:
-        return None
     groups: dict[Any, list[dict]] = {}
-    for line in lines:
-        try:
-            row = read_json_line(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("completion"), str):
-            groups.setdefault(str(row.get("problem_id")), []).append(row)
+    for row in read_completions(file):
+        groups.setdefault(str(row.get("problem_id")), []).append(row)
     made = [_group(int(step), rows) for rows in groups.values()] if step.isdigit() else []
     return max(made, key=lambda one: one.samples[0].advantage - one.samples[-1].advantage, default=None)
 
