@@ -138,14 +138,17 @@ def main(argv: list[str] | None = None) -> int:
 
         return verify(argv[1:])
     arguments = parse_arguments(argv)
-    from merge.imported import run_of
+    from merge.imported import check_run_alone, run_of
 
+    if arguments.push_to_hub:
+        check_access(arguments.push_to_hub)
+    if arguments.compare_bases and arguments.run is not None:
+        check_run_alone(arguments)
+        return compare_bases(arguments, argv)
     if run_of(arguments) is None:
         return DONE
     if arguments.compare_bases:
         return compare_bases(arguments, argv)
-    if arguments.push_to_hub:
-        check_access(arguments.push_to_hub)
     merge = Merge(arguments)
     called = {"base": "base", "grpo": trained_by(merge.run.config()).lower()}
     for policy, name in merge.targets():

@@ -3,7 +3,6 @@
 An installed kit has no `python -m merge`: only processes of `kit` have its folders on their path.
 """
 
-import json
 import os
 import re
 import sys
@@ -44,5 +43,7 @@ def plain_stdout() -> TextIO:
 def name_commands_as_typed() -> None:
     """Replace this process's output streams if `kit` started it."""
     if (names := os.environ.get(VARIABLE)) and not isinstance(sys.stdout, AsTyped):
+        import json  # here: Ctrl-C must end a command with one line while it imports the rest
+
         sys.stdout = cast(TextIO, AsTyped(sys.stdout, json.loads(names)))
         sys.stderr = cast(TextIO, AsTyped(sys.stderr, json.loads(names)))

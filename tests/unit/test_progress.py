@@ -71,7 +71,7 @@ def said(process: subprocess.Popen, word: str) -> None:
 
 def test_a_step_without_progress_ends_the_process_with_what_it_waits_for(trainer, tmp_path):
     process = trainer("wait_for_a_collective()")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert process.returncode == 1
     (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert f"no progress for 2 s (launch.stall_s) in process {process.pid}, rank 0" in error
@@ -84,7 +84,7 @@ def test_a_step_without_progress_ends_the_process_with_what_it_waits_for(trainer
 def test_progress_and_what_comes_before_and_after_the_steps_end_nothing(trainer, tmp_path):
     slow = "time.sleep(4)"
     process = trainer("[(time.sleep(0.5), progress.beat()) for _ in range(8)]", before=slow, after=slow)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 0, err
     assert not list((tmp_path / "logs").iterdir()), "nothing is left of it"
 
@@ -116,7 +116,7 @@ def test_a_process_that_waits_for_a_stopped_one_names_it(trainer, tmp_path):
     said(stopped, "training")
     stopped.send_signal(signal.SIGSTOP)
     waiting = trainer("wait_for_a_collective()")
-    _, err = waiting.communicate(timeout=60)
+    _, err = waiting.communicate()
     assert f"Process {stopped.pid}, rank 1, is stopped (SIGSTOP or a debugger)" in err
     assert not describe_others(RunDir(tmp_path), 1), "this process is not another one"
 

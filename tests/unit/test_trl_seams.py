@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 # transformers 5.17, with their defaults.
 OVERRIDDEN = {
     "__init__": None,  # called with keywords only; those are checked below
+    "create_accelerator_and_postprocess": "(self)",
     "_get_train_sampler": "(self, dataset=None)",
     "get_batch_samples": "(self, epoch_iterator, num_batches, device)",
     "_prepare_inputs": "(self, generation_batch)",
