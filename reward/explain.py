@@ -62,7 +62,8 @@ def explain(
     """Return what the reward function `task` decides about every sample, and why; a reward of at least `paid_from` is
     paid.
 
-    Undecided ones never raise. Of a user's function the rule is "reward", or "none" and "late" for unknown rewards.
+    A sample that cannot be decided does not raise. For a user's function, the rule is "reward"; it is "none" or "late"
+    if the reward is unknown.
     """
     if not samples:
         return []

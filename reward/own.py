@@ -91,6 +91,19 @@ def imported(name: str, key: str, may_be_async: bool = False, kinds: tuple[type,
     return function
 
 
+def imported_taking(name: str, key: str, count: int, takes: str) -> Any:
+    """Import the function of `module:function` that is called with `count` positional arguments, which `takes` names;
+    `BadInput` if there is none or it cannot be called so."""
+    if not all(name.partition(":")):
+        raise BadInput(f"{key} is {name!r}. Name a function as module:function.")
+    function = imported(name, key)
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError as error:
+        raise BadInput(f"{key} {name!r} must take {takes}: {error}.") from None
+    return function
+
+
 def source_hash(function: Callable) -> str:
     """BLAKE2b-64 of the file that defines the function; "" if there is none (a class instance, compiled code)."""
     try:

@@ -6,13 +6,12 @@ through it: training, held-out measurements, evaluation, the gate, leaks, calibr
 """
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kit.core.errors import BadInput, KitError
 from kit.core.run_directory import read_json
-from reward.own import imported, source_hash
+from reward.own import imported_taking, source_hash
 
 if TYPE_CHECKING:
     from kit.core.config.schema import Config, DataConfig
@@ -66,14 +65,7 @@ def load_format(data: "DataConfig") -> Formatter | None:
     name = data.format
     if name is None:
         return None
-    if not all(name.partition(":")):
-        raise BadInput(f"{KEY} is {name!r}. Name a function as module:function.")
-    function = imported(name, KEY)
-    try:
-        inspect.signature(function).bind({})
-    except TypeError as error:
-        raise BadInput(f"{KEY} {name!r} must take one argument, the row: {error}.") from None
-    return Formatter(name, function)
+    return Formatter(name, imported_taking(name, KEY, 1, "one argument, the row"))
 
 
 def format_hash(config: "Config") -> dict[str, str]:

@@ -3,7 +3,6 @@
 Whatever a call on two rows can reveal is reported before weights are loaded.
 """
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput, CheckFailed, KitError
 from kit.train.loss import LossFunction, LossInputs, LossResult, LossSettings
-from reward.own import imported
+from reward.own import imported_taking
 
 KEY = "train.loss"
 
@@ -45,13 +44,7 @@ def load_loss(config: Config, settings: LossSettings) -> LossFunction | None:
     name = config.train.loss
     if name is None:
         return None
-    if not all(name.partition(":")):
-        raise BadInput(f"{KEY} is {name!r}. Name a function as module:function.")
-    function = imported(name, KEY)
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise BadInput(f"{KEY} {name!r} must take two arguments, inputs and settings: {error}.") from None
+    function = imported_taking(name, KEY, 2, "two arguments, inputs and settings")
     own, inputs = OwnLoss(name, function), example_inputs(settings, config.rollout.backend == "server")
     try:
         result = own(inputs, settings)

@@ -103,7 +103,7 @@ class Original:
     ):
         self.directory = Path(directory)
         self.dtype: torch.dtype = getattr(torch, dtype)
-        # Of the written files. Weights that a trainer dequantizes to float16 are no BF16 numbers.
+        # Dtype of the written files. BF16 cannot hold weights that a trainer dequantizes to float16.
         self.written = torch.float16 if self.dtype == torch.float16 else torch.bfloat16
         self.double_quantization = double_quantization
         self.device = device

@@ -39,9 +39,11 @@ def test_as_many_ways_as_the_page_promises():
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_what_has_to_be_written_is_a_configuration(kind):
+def test_what_has_to_be_written_is_what_the_configuration_then_has(kind):
     for _, write, _ in ROWS[kind]:
-        with_keys(write)
+        resolved = to_dict(with_keys(write))
+        for group, keys in ({} if write.startswith("nothing") else yaml.safe_load(write.strip("`"))).items():
+            assert {key: resolved[group][key] for key in keys} == keys, write
 
 
 @pytest.mark.parametrize("kind", ROWS)
