@@ -17,7 +17,7 @@ from pathlib import Path
 from kit.core.errors import CHECK_FAILED, DONE, run_command
 from kit.core.formats import FORMATS
 from kit.core.run_directory import INTO
-from merge.bases import compare_bases
+from merge.bases import check_options, compare_bases
 from merge.card import add_hub_options, push_all, trained_by, write_card
 from merge.command import AWQ_PYTHON, POLICIES, Merge
 from merge.hub import check_access
@@ -138,13 +138,12 @@ def main(argv: list[str] | None = None) -> int:
 
         return verify(argv[1:])
     arguments = parse_arguments(argv)
-    from merge.imported import check_run_alone, run_of
+    from merge.imported import run_of
 
+    if arguments.compare_bases:
+        check_options(arguments)
     if arguments.push_to_hub:
         check_access(arguments.push_to_hub)
-    if arguments.compare_bases and arguments.run is not None:
-        check_run_alone(arguments)
-        return compare_bases(arguments, argv)
     if run_of(arguments) is None:
         return DONE
     if arguments.compare_bases:

@@ -13,13 +13,9 @@ from merge.tables import show_table
 RESULT = "compare_bases.json"
 
 
-def compare_bases(arguments: argparse.Namespace, command: list[str]) -> int:
-    """Merge the policy into both bases in BF16, or reuse existing merges; print which is closer and write RESULT.
-
-    Raises `BadInput` for options that have no meaning here. A base that is closer on the run's own sequences is closer
-    to what was trained; only an evaluation shows which one solves more problems.
-    """
-    given = {"--out": arguments.out, "--skip_verify": arguments.skip_verify}
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raise `BadInput` for options that have no meaning with --compare_bases; without --run, --out names an import."""
+    given = {"--out": arguments.out if arguments.run is not None else None, "--skip_verify": arguments.skip_verify}
     given |= {"--force": arguments.force, "--into original": arguments.into != INTO[0]}
     given |= {"--policy": arguments.policy != list(POLICIES), "--push_to_hub": arguments.push_to_hub}
     if wrong := [name for name, value in given.items() if value]:
@@ -27,6 +23,14 @@ def compare_bases(arguments: argparse.Namespace, command: list[str]) -> int:
             f"--compare_bases merges bf16 of the policy into both bases and scores both: {', '.join(wrong)} cannot be "
             "given with it. Merge what it recommends with a second command."
         )
+
+
+def compare_bases(arguments: argparse.Namespace, command: list[str]) -> int:
+    """Merge the policy into both bases in BF16, or reuse existing merges; print which is closer and write RESULT.
+
+    A base that is closer on the run's own sequences is closer to what was trained; only an evaluation shows which one
+    solves more problems.
+    """
     options = vars(arguments) | {"format": ["bf16"], "policy": ["grpo"]}
     merges = {into: Merge(argparse.Namespace(**options | {"into": into}), reuse=True) for into in INTO}
     for merge in merges.values():
