@@ -71,14 +71,14 @@ def flags(work: Path, name: str, shares: bool, options: argparse.Namespace) -> l
     keys |= {"model.path": work / "model", "data.path": work / "tiny", "model.dtype": "bfloat16"}
     keys |= {"policy.quantization": "fp8", "rollout.backend": "server", "rollout.sync": "adapter"}
     keys |= {"rollout.server_urls": "['http://127.0.0.1:8340']", "rollout.server_wait_s": 600}
-    keys |= {"rollout.max_completion_length": 512 if on_gpu else 16, "rollout.max_sampler_k3": 10}
+    keys |= {"rollout.max_completion_length": 256 if on_gpu else 16, "rollout.max_sampler_k3": 10}
     # Random weights: the canary's distance from an FP8 server says nothing.
     keys |= {"rollout.max_canary_delta": 10, "rollout.group_size": 8 if on_gpu else 4}
     keys |= {"server.base": work / "base", "server.share_base": str(shares).lower(), "server.enforce_eager": "true"}
     keys |= {"server.kv_cache_gib": 1, "server.max_num_seqs": 8, "server.gpu_memory_utilization": 0.5}
     keys |= {"train.max_steps": options.steps, "train.save_steps": options.steps, "train.learning_rate": "1e-5"}
     keys |= {"train.per_device_train_batch_size": 1 if on_gpu else 4, "train.recompute": "full"}
-    keys |= {"train.gradient_accumulation_steps": 16 if on_gpu else 1}
+    keys |= {"train.gradient_accumulation_steps": 8 if on_gpu else 1}
     if on_gpu:
         keys |= {"train.max_gpu_gib": 20, "policy.compute": "fp8"}
     return ["--config", CONFIG, *(f"--{key}={value}" for key, value in keys.items())]

@@ -62,6 +62,21 @@ def test_a_fold_is_what_a_fresh_load_of_the_merged_weight_packs(kind, dtype, has
     assert linear_product([layer]) == W8A16
 
 
+def test_a_fold_keeps_the_scratch_tensor_of_older_kernels(monkeypatch):
+    """vLLM 0.26 gives a layer a `workspace`, whose address is in CUDA graphs; 0.31 has none."""
+    layer = make_layer(KINDS[0], SHAPE, torch.bfloat16, None)
+    loading = layer.quant_method.process_weights_after_loading
+
+    def with_workspace(some: torch.nn.Module) -> None:
+        loading(some)
+        some.workspace = torch.zeros(8, dtype=torch.int32)
+
+    monkeypatch.setattr(layer.quant_method, "process_weights_after_loading", with_workspace)
+    scratch = load(layer, weight_of(1, torch.bfloat16)).workspace
+    write_weight(layer, weight_of(2, torch.bfloat16))
+    assert layer.workspace is scratch
+
+
 def test_vllm_chooses_the_products_of_the_table(monkeypatch):
     """From its own list of kernels in its own order, given which of them a GPU of each capability can run."""
     from vllm.model_executor.kernels import linear

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 64
 READERS = 4  # threads that read an adapter's file
+# Locks of Marlin's kernels, a tensor beside the parameters in vLLM before 0.31; it does not depend on the weight.
+SCRATCH = "workspace"
 _pinned: "list[torch.Tensor]" = []  # see _host_buffer
 
 
@@ -536,6 +538,8 @@ def write_weight(layer: LinearLayer, weight: "torch.Tensor") -> None:
             current.data.copy_(value.data)
     for name, value in fresh.__dict__.items():
         if name in kept or (name in before and value is layer.__dict__.get(name)):
+            continue
+        if name == SCRATCH and name in layer.__dict__:
             continue
         if weight.is_cuda and isinstance(value, Tensor):
             raise RuntimeError(f"{type(layer.quant_method).__name__} keeps the tensor {name} beside its parameters")
