@@ -186,8 +186,8 @@ def _named_options(config: Config, name: str) -> dict:
     if name == "code":
         from reward.sandbox import shared_sandbox
 
-        limits = {key: options[key] for key in ("timeout_s", "memory_mib") if key in options}
-        shared_sandbox(config.reward.workers, **limits).isolation()  # refused here if nothing confines the code
+        limits = {key: options[key] for key in ("timeout_s", "memory_mib", "isolation") if key in options}
+        shared_sandbox(config.reward.workers, **limits).isolation()  # refused here if too little confines the code
     return options
 
 

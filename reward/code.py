@@ -10,14 +10,17 @@ the prompt ends in a function's signature, code that is only its indented body c
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reward.answer import message_text
 from reward.code_gold import read_gold
 from reward.gold import checked_by
 from reward.pool import Verdict
-from reward.sandbox import MEMORY_MIB, Job, Outcome, shared_sandbox
+from reward.sandbox import ISOLATIONS, MEMORY_MIB, Job, Outcome, isolation_level, shared_sandbox
 from reward.score import Budget, Message, Messages, Pool, Prompts, Rewards
+
+if TYPE_CHECKING:
+    from kit.core.config.schema import Config
 
 MAX_CODE_CHARS = 100_000
 _FENCE = re.compile(r"^[ ]{0,3}(`{3,}|~{3,})[ \t]*([^\n`]*)$", re.MULTILINE)
@@ -34,19 +37,22 @@ def code(
     partial: bool = False,
     timeout_s: float = 5.0,
     memory_mib: int = MEMORY_MIB,
+    isolation: str = "full",
     **_: Any,
 ) -> Rewards:
     """1.0 if the completion's code passes all tests, else 0.0; None if the sandbox or the tests failed.
 
     `partial` instead pays the share of tests that pass (a HumanEval `check` is one test). Each completion gets
     `timeout_s` seconds of CPU time for all of its tests (rounded up), four times that in wall-clock time, and
-    `memory_mib` of memory; exceeding a limit scores 0.0. `pool` sets the number of workers.
+    `memory_mib` of memory; exceeding a limit scores 0.0. `isolation` is the least that the machine must allow
+    (`reward.sandbox.ISOLATIONS`). `pool` sets the number of workers.
     """
     shown = [None] * len(completions) if prompts is None else prompts
     blocks = [extract_code(completion, prompt) for completion, prompt in zip(completions, shown, strict=True)]
     asked = [_job(block, reference) for block, reference in zip(blocks, gold, strict=True)]
     jobs = [one for one in asked if isinstance(one, Job)]
-    results = iter(shared_sandbox(pool.workers if pool else 2, timeout_s, memory_mib).run(jobs) if jobs else ())
+    limits = pool.workers if pool else 2, timeout_s, memory_mib, isolation
+    results = iter(shared_sandbox(*limits).run(jobs) if jobs else ())
     decided = [next(results) if isinstance(one, Job) else one for one in asked]
     rewards = [_pay(outcome, partial) for outcome in decided]
     verdicts = [
@@ -69,15 +75,23 @@ def _job(block: str | None, gold: str) -> Job | Outcome:
     return replace(tests, code=block)
 
 
-def _check_options(partial: bool, timeout_s: float, memory_mib: int) -> None:
+def _check_options(partial: bool, timeout_s: float, memory_mib: int, isolation: str) -> None:
     if not 0 < timeout_s <= 600:
         raise ValueError(f"timeout_s is {timeout_s}, expected seconds above 0 and up to 600.")
     if memory_mib < 64:
         raise ValueError(f"memory_mib is {memory_mib}, and Python alone needs 64.")
+    if isolation not in ISOLATIONS:
+        raise ValueError(f"isolation is {isolation!r}, expected one of {', '.join(ISOLATIONS)}.")
+
+
+def _check_run(config: "Config", columns: list[str], isolation: str = "full", **_: Any) -> None:
+    """Raise `BadInput` if this machine allows less than `isolation`."""
+    isolation_level(isolation)
 
 
 code.executes_code = True  # type: ignore[attr-defined]
 code.check_options = _check_options  # type: ignore[attr-defined]
+code.check_run = _check_run  # type: ignore[attr-defined]
 code.check_golds = checked_by(read_gold)  # type: ignore[attr-defined]
 
 

@@ -284,7 +284,7 @@ _shared: dict[tuple, Any] = {}
 _shared_lock = threading.Lock()
 
 
-def process_wide(kind: type[Closable], *settings: float) -> Closable:
+def process_wide(kind: type[Closable], *settings: float | str) -> Closable:
     """The one instance of `kind` with these settings in this process, closed at exit."""
     with _shared_lock:
         key = (kind, *settings)

@@ -24,7 +24,8 @@ Isolation of candidate and judge, as far as the machine allows (`Sandbox.isolati
   on /dev/null, limits on CPU time, memory, file size, open files and processes.
 
 The kernel limits CPU time, so a verdict does not depend on the machine's other load. The wall clock is enforced by the
-judge, again by the fork server and again here. With neither namespaces nor the filter, no code is run.
+judge, again by the fork server and again here. Code runs only in the namespaces and behind the filter, unless the
+configuration accepts less (`ISOLATIONS`); with neither, no code is run.
 
 Limits: functions are called with copies, so tests see no in-place changes to arguments; results that are not plain
 values (instances of the completion's classes, functions) are true or false and equal nothing; only the standard
@@ -58,6 +59,22 @@ MAX_VERDICT_BYTES = 1 << 20
 BACKSTOP_S = 120.0  # beyond the limits inside: only a broken fork server takes this long
 MEMORY_MIB = 512
 NAMESPACES = frozenset({"mount", "net", "ipc", "pid"})
+# What a configuration may ask for: to the levels (`Isolation.level`) that it accepts.
+ISOLATIONS = {
+    "full": ("full",),
+    "confined": ("full", "namespaces", "confined"),
+    "any": ("full", "namespaces", "confined", "filter"),
+}
+# Files of the kernel that forbid namespaces to a user: to the value that does, and the command that allows them.
+SWITCHES = {
+    "/proc/sys/kernel/unprivileged_userns_clone": ("0", "sysctl kernel.unprivileged_userns_clone=1"),
+    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": (
+        "1",
+        "sysctl kernel.apparmor_restrict_unprivileged_userns=0",
+    ),
+    "/proc/sys/user/max_user_namespaces": ("0", "sysctl user.max_user_namespaces=1000"),
+}
+CONTAINER_FLAGS = "--security-opt seccomp=unconfined --security-opt apparmor=unconfined"
 
 
 @dataclass(frozen=True)
@@ -113,12 +130,38 @@ class Isolation:
             return "full" if "seccomp" in self.parts else "namespaces"
         return "confined" if "landlock" in self.parts else "filter"
 
+    def lacks(self, asked: str) -> str:
+        """What this isolation lacks of the asked one (`ISOLATIONS`), with the kernel's error and how to enable it;
+        empty if it suffices."""
+        if self.level in ISOLATIONS[asked]:
+            return ""
+        spaces = sorted(NAMESPACES - set(self.parts))
+        lacking = [f"the namespaces {', '.join(spaces)}"] if spaces else []
+        lacking += ["the system call filter (seccomp)"] if "seccomp" not in self.parts else []
+        lacking += ["file rules (landlock)"] if asked == "confined" else []
+        errors = "; ".join(self.missing[:2]) or "no error"
+        return f"this machine lacks {' and '.join(lacking)} ({errors}). {enabling()}"
+
     def describe(self) -> str:
         """One line for the log."""
         text = f"code sandbox: isolation {self.level} ({', '.join(self.parts)})"
         if not {"mount", "landlock"} & set(self.parts):
             text += "; tested code can read the files and, without a namespace, the processes that its user can read"
         return text
+
+
+def enabling() -> str:
+    """How to allow namespaces here, as far as this machine shows what forbids them."""
+    found = []
+    for file, (value, command) in SWITCHES.items():
+        with contextlib.suppress(OSError):
+            if Path(file).read_text().strip() == value:
+                found.append(command)
+    if found:
+        return f"Allow user namespaces, as root: {'; '.join(found)}."
+    if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
+        return f"Start the container with {CONTAINER_FLAGS}."
+    return "Start as root or allow user namespaces; a container needs " + CONTAINER_FLAGS + "."
 
 
 class _Server:
@@ -179,11 +222,17 @@ class Sandbox:
     """Up to `workers` fork servers; a job has `timeout_s` CPU time, four times that by the clock, and `memory_mib`.
 
     Servers start with the first jobs and stay. Callable from any thread, one batch at a time; after a fork the child
-    starts its own servers. `refused` excludes parts of the isolation, for tests.
+    starts its own servers. `isolation` is the least that is accepted (`ISOLATIONS`): on a machine that allows less,
+    every use is a `BadInput`. `refused` excludes parts of the isolation, for tests.
     """
 
     def __init__(
-        self, workers: int = 2, timeout_s: float = 5.0, memory_mib: int = MEMORY_MIB, refused: Sequence[str] = ()
+        self,
+        workers: int = 2,
+        timeout_s: float = 5.0,
+        memory_mib: int = MEMORY_MIB,
+        isolation: str = "full",
+        refused: Sequence[str] = (),
     ):
         if workers < 1 or timeout_s <= 0 or memory_mib < 64:
             raise BadInput(
@@ -193,6 +242,7 @@ class Sandbox:
         if not sys.platform.startswith("linux"):
             raise BadInput(f"the code sandbox needs Linux, this is {sys.platform}.")
         self.workers, self.timeout_s, self.memory_mib, self.refused = workers, timeout_s, memory_mib, tuple(refused)
+        self.least = isolation
         self._reset()
 
     def _reset(self) -> None:
@@ -271,6 +321,13 @@ class Sandbox:
                     return server
                 self._discard(server)
         server = _Server(self.timeout_s, self.memory_mib, self.refused)
+        if lacking := server.isolation.lacks(self.least):
+            server.kill()
+            raise BadInput(
+                f"the code sandbox runs no code: it needs isolation {self.least!r}, and {lacking} Or accept less with "
+                "reward.options.code.isolation (for the tool python environment.isolation): confined keeps code from "
+                "files and network by weaker means, any also runs code that can read this user's files."
+            )
         self._all.append(server)
         self._isolation = self._isolation or server.isolation
         return server
@@ -308,19 +365,23 @@ class Sandbox:
 _announced = False
 
 
-def shared_sandbox(workers: int = 2, timeout_s: float = 5.0, memory_mib: int = MEMORY_MIB) -> Sandbox:
-    """The process-wide sandbox with these settings. The first call prints the isolation in force."""
-    sandbox = process_wide(Sandbox, workers, timeout_s, memory_mib)
+def shared_sandbox(
+    workers: int = 2, timeout_s: float = 5.0, memory_mib: int = MEMORY_MIB, isolation: str = "full"
+) -> Sandbox:
+    """The process-wide sandbox with these settings. The first call prints the isolation in force; `BadInput` if it is
+    less than asked for."""
+    sandbox = process_wide(Sandbox, workers, timeout_s, memory_mib, isolation)
     _announce(sandbox)
     return sandbox
 
 
-def isolation_level() -> dict[str, object]:
-    """The isolation that this machine allows, for a run's record: level, parts, and why it is not stronger.
+def isolation_level(least: str = "any") -> dict[str, object]:
+    """The isolation that this machine allows, for a run's record: level, parts, and why it is not stronger; `BadInput`
+    if it is less than `least`.
 
     Prints it unless already printed. Takes a fraction of a second and leaves no process.
     """
-    sandbox = Sandbox(1)
+    sandbox = Sandbox(1, isolation=least)
     try:
         found = sandbox.isolation()
         _announce(sandbox)

@@ -186,7 +186,7 @@ def _fork_candidate(how: dict) -> tuple[int, int, int]:
 
 def _restrict_judge(how: dict) -> None:
     _close_standard_streams()
-    kernel.limit(math.ceil(how["timeout_s"]) + 2, 2 * how["memory_bytes"], 0, OPEN_FILES, 1)
+    kernel.limit(_judge_cpu_s(how), 2 * how["memory_bytes"], 0, OPEN_FILES, 1)
     kernel.drop_privileges()
     kernel.die_with_parent()
     if "seccomp" in how["parts"]:
@@ -243,7 +243,8 @@ def _one_sample(how: dict, parent: int) -> bytes | None:
     except TimeoutError:  # the tests themselves hang on the candidate's values
         data = json.dumps(failed("timeout")).encode()
     except EOFError:
-        data = json.dumps(failed("judge")).encode()
+        reason, pid = _why_judge_ended(pid, how), 0
+        data = json.dumps(failed(reason)).encode()
     except ConnectionAbortedError:
         data = None
     os.close(here)
@@ -253,6 +254,18 @@ def _one_sample(how: dict, parent: int) -> bytes | None:
     if data is not None and not consumed:  # half a job may be left in the pipe
         return json.dumps(failed("sandbox", leaving=True)).encode()
     return data
+
+
+def _why_judge_ended(pid: int, how: dict) -> str:
+    """ "timeout" if the kernel ended the judge for its CPU time: the tests computed with a value of the candidate that
+    takes too long, as when they hang by the clock. Else "judge", which is no verdict."""
+    os.kill(pid, signal.SIGKILL)  # if it only closed the pipe
+    _, _, used = os.wait4(pid, 0)
+    return "timeout" if used.ru_utime + used.ru_stime > _judge_cpu_s(how) - 0.5 else "judge"
+
+
+def _judge_cpu_s(how: dict) -> int:
+    return math.ceil(how["timeout_s"]) + 2
 
 
 def _patient_read(descriptor: int, size: int, parent: int, limit_s: float) -> bytes:

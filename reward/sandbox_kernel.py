@@ -203,7 +203,23 @@ _REFUSED = {
     "syslog": (103, 116), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
     "kexec_load": (246, 104), "acct": (163, 89), "quotactl": (179, 60), "modify_ldt": (154, None),
     "sched_setattr": (314, 274), "ioprio_set": (251, 30), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75),
+    # Other processes of this user, and a filter of its own.
+    "setpriority": (141, 140), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "process_mrelease": (448, 448), "seccomp": (317, 277),
+    # Objects of System V and POSIX that outlive a process, by their number.
+    "shmctl": (31, 195), "semop": (65, 193), "semtimedop": (220, 192), "semctl": (66, 191), "msgsnd": (69, 189),
+    "msgrcv": (70, 188), "msgctl": (71, 187), "mq_unlink": (241, 181), "io_setup": (206, 0), "io_submit": (209, 2),
 }  # fmt: skip
+# The first call that is newer than these tables: it and all after it are refused.
+_UNKNOWN = 457
+# fcntl's commands that send a signal to another process, or hold up who opens a file.
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY = 8, 10, 15, 1024, 1026
+# Calls refused by an argument: name to numbers, index of the argument, and the values; None: any but 0.
+_REFUSED_ARGUMENTS: dict[str, tuple[tuple[int, int], int, tuple[int, ...] | None]] = {
+    "prlimit64": ((302, 261), 0, None),  # of another process
+    "fcntl": ((72, 25), 1, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY)),
+}
 # Calls that change files, refused without a mount namespace to change them in.
 _REFUSED_WRITES = {
     "creat": (85, None), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "mkdir": (83, None),
@@ -223,8 +239,20 @@ _LOAD, _EQUAL, _AT_LEAST, _AND_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 
 
+def _refused_argument(number: int, argument: int, values: tuple[int, ...] | None) -> list[tuple[int, int, int, int]]:
+    """Steps that refuse a call for the low half of an argument; the number of the call is loaded before them."""
+    steps = [(_LOAD, 0, 0, 16 + 8 * argument)]
+    if values is None:
+        steps += [(_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _REFUSE)]
+    for value in values or ():
+        steps += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _REFUSE)]
+    steps.append((_RETURN, 0, 0, _ALLOW))
+    return [(_EQUAL, 0, len(steps), number), *steps]
+
+
 def filter_system_calls(files_writable: bool, may_kill: bool = False) -> None:
-    """Make the calls above fail with EPERM from now on. Needs `drop_privileges` first; cannot be undone."""
+    """Make the calls above, and all newer ones, fail with EPERM from now on. Needs `drop_privileges` first; cannot be
+    undone."""
     if _MACHINE not in _AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no system call table for {_MACHINE}")
     column = 0 if _MACHINE == "x86_64" else 1
@@ -235,8 +263,11 @@ def filter_system_calls(files_writable: bool, may_kill: bool = False) -> None:
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT_ARCH[_MACHINE]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     if _MACHINE == "x86_64":  # x32 numbers are aliases of the same calls
         program += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _REFUSE)]
+    program += [(_AT_LEAST, 0, 1, _UNKNOWN), (_RETURN, 0, 0, _REFUSE)]
     for number in numbers:
         program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
+    for pair, argument, values in _REFUSED_ARGUMENTS.values():
+        program += _refused_argument(pair[column], argument, values)
     if not files_writable:
         for number, argument in _OPENS[_MACHINE]:
             program += [

@@ -1,9 +1,10 @@
 """Plain values as JSON text and back: the only values that pass between a tested program and its judge.
 
-`decode` builds only objects of the types listed here, whatever bytes it is given, so equality, hashing and iteration
-of its results are Python's own. `encode` reduces subclasses to the plain content of their base (a Counter to a dict, a
-namedtuple to a tuple, an IntEnum to an int), so a patched `__eq__` does not travel. Any other object becomes an
-`Opaque`, which is true or false and equals nothing. Standard library only: this file is also loaded in the sandbox.
+`decode` builds only objects of the types listed here, whatever bytes it is given, so equality, hashing, iteration
+and membership are Python's own, and a range has no more items than a list. `encode` reduces subclasses to the plain
+content of their base (a Counter to a dict, a namedtuple to a tuple, an IntEnum to an int), so a patched `__eq__` does
+not travel. Any other object becomes an `Opaque`, which is true or false and equals nothing. Standard library only:
+this file is also loaded in the sandbox.
 """
 
 import collections
@@ -94,8 +95,17 @@ def _pack(value: Any, depth: int, count: list[int]) -> Any:
     if isinstance(value, bytes | bytearray):
         return ["b" if isinstance(value, bytes) else "ba", bytes(value).decode("latin-1")]
     if type(value) is range:
+        _check_range(value)
         return ["r", *(_pack(part, depth, count) for part in (value.start, value.stop, value.step))]
     return _pack_rare(value, depth, count)
+
+
+def _check_range(value: range) -> range:
+    """The range; `NotPlain` if it has more items than a list may have: one that contains every number would pass any
+    test that asks whether it contains the right one."""
+    if len(value[: MAX_ITEMS + 1]) > MAX_ITEMS:
+        raise NotPlain("the range has too many items")
+    return value
 
 
 def _pack_rare(value: Any, depth: int, count: list[int]) -> Any:
@@ -127,7 +137,7 @@ def _unpack(data: Any, depth: int) -> Any:
     if tag == "d":
         return {_unpack(key, depth + 1): _unpack(value, depth + 1) for key, value in parts}
     if tag == "r":
-        return range(*(_unpack(part, depth + 1) for part in parts))
+        return _check_range(range(*(_unpack(part, depth + 1) for part in parts)))
     if tag == "c":
         return complex(float(parts[0]), float(parts[1]))
     if tag == "delta":

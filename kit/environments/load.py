@@ -58,7 +58,7 @@ def _tool(name: str, config: Config) -> Tool:
         )
     from kit.environments.python_tool import python_tool
 
-    return python_tool(config.environment.tool_timeout_s)
+    return python_tool(config.environment.tool_timeout_s, config.environment.isolation)
 
 
 def _factories(name: str | None, options: dict[str, Any]) -> dict[str | None, Callable[[], Any]]:

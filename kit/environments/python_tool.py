@@ -23,13 +23,13 @@ def shown():
 """
 
 
-def python_tool(timeout_s: float) -> Tool:
+def python_tool(timeout_s: float, isolation: str = "full") -> Tool:
     """The tool, with `timeout_s` seconds by the clock and a quarter of that in CPU time, after starting a sandbox.
 
-    Raises `BadInput` if this machine allows none.
+    Raises `BadInput` if this machine allows less than `isolation`.
     """
     cpu_s = timeout_s / WALL_PER_CPU
-    shared_sandbox(WORKERS, cpu_s).isolation()
+    shared_sandbox(WORKERS, cpu_s, isolation=isolation).isolation()
 
     def python(code: str) -> str:
         """
@@ -39,7 +39,7 @@ def python_tool(timeout_s: float) -> Tool:
             code: The program. Only the standard library can be imported.
         """
         program = _PROGRAM.format(code=code, most=MOST_CHARACTERS)
-        outcome = shared_sandbox(WORKERS, cpu_s).run_one(Job(program, (), (), shown="shown"))
+        outcome = shared_sandbox(WORKERS, cpu_s, isolation=isolation).run_one(Job(program, (), (), shown="shown"))
         if not outcome.decided:
             raise UnknownEpisode("sandbox", outcome.error)
         if outcome.reason == "timeout":

@@ -1,4 +1,4 @@
-"""Attempts on the code reward: claims of equality, exits, forged verdicts, searches for the tests, and damage.
+"""Attempts on the code reward: claims of equality, exits, forged verdicts, searches for the tests, escapes and damage.
 
 The programs stand in `programs.txt`: a section (`#`) of programs with their names (`##`), each put into a fence.
 """
@@ -23,10 +23,24 @@ GOLDS = {
     "where a test expects an exception": {"tests": [CATCHES.format(" TypeError")]},
     "where a test catches everything": {"tests": [CATCHES.format("")]},
     "where a test maps the function": {"tests": ["assert all(map(is_odd, [3, 5]))"]},
+    "where a test asks for membership": {"tests": ["assert 3 in add(1, 2)", "assert 1000000007 in add(10**9, 7)"]},
+    "where a test computes with the value": {"tests": ["assert int(area(2)) == 12"]},
 }
+BY_CALL, BY_FILE = "escapes by system call", "escapes by a file"
+# Before each program of these: a system call by its numbers on x86_64 and aarch64, and what an escape earns.
+PRELUDE = """
+import ctypes, os
+libc, arm = ctypes.CDLL(None, use_errno=True), os.uname().machine == "aarch64"
+def call(x86_64, aarch64, *words):
+    words = [ctypes.c_long(word) if isinstance(word, int) else word for word in words]
+    return libc.syscall(ctypes.c_long(aarch64 if arm else x86_64), *words)
+def won(): globals()["add"] = lambda a, b: a + b
+"""
 
 # {section: {name: program}}
 PROGRAMS = {title: sections(text, "## ") for title, text in sections(Path(__file__).with_name("programs.txt")).items()}
+for _section in (BY_CALL, BY_FILE):
+    PROGRAMS[_section] = {name: PRELUDE + code for name, code in PROGRAMS[_section].items()}
 PROGRAMS["damage"] |= {
     "a program that takes the compiler down": f"x = {'(' * 5000}1{')' * 5000}\ndef add(a, b): return a + b",
     "a null byte": "def add(a, b): return a + b\n\0",

@@ -15,12 +15,13 @@ from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config, DataConfig, RewardConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.data.problems import read_problems
+from kit.environments.python_tool import python_tool
 from kit.train.record import code_sandbox
-from reward import REWARDS, reward_functions
+from reward import REWARDS, check_run, reward_functions
 from reward.attacks import code as attacks
 from reward.code import extract_code
 from reward.code_gold import gold_from_row, read_gold
-from reward.sandbox import Isolation, Job, Outcome, Sandbox, shared_sandbox
+from reward.sandbox import Isolation, Job, Outcome, Sandbox, enabling, shared_sandbox
 from tests import processes
 
 # Parts of the isolation that are left out, and the level that this gives where the machine allows everything.
@@ -35,7 +36,7 @@ def job(code=ADD, tests=TESTS, names=("add",), **fields) -> Job:
 
 @pytest.fixture(scope="module", params=LEVELS)
 def sandbox(request):
-    made = Sandbox(2, timeout_s=1.0, refused=LEVELS[request.param])
+    made = Sandbox(2, timeout_s=1.0, isolation="any", refused=LEVELS[request.param])
     try:
         level = made.isolation().level
     except BadInput as error:
@@ -49,7 +50,7 @@ def sandbox(request):
 
 @pytest.fixture(scope="module")
 def strongest():
-    made = Sandbox(2, timeout_s=1.0)
+    made = Sandbox(2, timeout_s=1.0, isolation="any")
     yield made
     made.close()
 
@@ -92,20 +93,88 @@ def leftovers(sandbox: Sandbox) -> list[str]:
 
 def test_no_attempt_is_paid_and_every_honest_completion_is(strongest):
     started = time.perf_counter()
-    assert sum(not case.pays for case in attacks.CASES) >= 100
+    assert sum(not case.pays for case in attacks.CASES) >= 180
     assert wrong_verdicts(strongest, attacks.CASES) == []
     assert time.perf_counter() - started < 600
 
 
+# What a weaker isolation does not refuse: calls without the filter, files without namespaces and Landlock.
+ALLOWED = {
+    "namespaces": attacks.PROGRAMS[attacks.BY_CALL],
+    "filter": ("the password file", "the root through a process"),
+}
+DAMAGE = {name for title, found in attacks.PROGRAMS.items() if title.startswith("damage") for name in found}
+
+
 def test_no_attempt_is_paid_at_any_isolation(sandbox):  # without damage, which takes time
-    assert (
-        wrong_verdicts(sandbox, [case for case in attacks.CASES if case.name not in attacks.PROGRAMS["damage"]]) == []
-    )
+    level = sandbox.isolation().level
+    if level == "full":
+        return  # the test above
+    left_out = DAMAGE | set(ALLOWED.get(level, ()))
+    assert wrong_verdicts(sandbox, [case for case in attacks.CASES if case.name not in left_out]) == []
+
+
+def test_the_filter_is_what_stops_system_calls(sandbox):
+    """Without it some of them succeed, so the attempts are real; names those that then do."""
+    if sandbox.isolation().level != "namespaces":
+        return
+    escapes = [case for case in attacks.CASES if case.name in attacks.PROGRAMS[attacks.BY_CALL]]
+    outcomes = sandbox.run([job for _, job in cases_as_jobs(escapes)])
+    assert sum(outcome.reason == "passed" for outcome in outcomes) >= 10
 
 
 @pytest.mark.slow
 def test_no_damage_is_done_or_paid_at_any_isolation(sandbox):
-    assert wrong_verdicts(sandbox, [case for case in attacks.CASES if case.name in attacks.PROGRAMS["damage"]]) == []
+    if sandbox.isolation().level != "full":  # there among the others, above
+        assert wrong_verdicts(sandbox, [case for case in attacks.CASES if case.name in DAMAGE]) == []
+
+
+@pytest.mark.parametrize(
+    ("refused", "lacking", "accepted"),
+    [
+        (("seccomp",), r"the system call filter \(seccomp\)", "confined"),
+        (("mount",), "the namespaces mount", "confined"),
+        (("mount", "net", "landlock"), "the namespaces ipc, mount, net, pid", "any"),
+    ],
+)
+def test_a_machine_that_allows_less_runs_no_code_unless_told(refused, lacking, accepted):
+    weak = Sandbox(1, timeout_s=1.0, refused=refused)
+    with pytest.raises(BadInput, match=f"runs no code: it needs isolation 'full', and .*lacks {lacking}.*not wanted"):
+        weak.run([job()])
+    assert weak.pids() == [], "no server is left"
+    told = Sandbox(1, timeout_s=1.0, isolation=accepted, refused=refused)
+    try:
+        assert told.run([job()])[0].reason == "passed"
+    finally:
+        told.close()
+
+
+def test_file_rules_do_not_pass_for_nothing():
+    with pytest.raises(BadInput, match=r"file rules \(landlock\).*environment.isolation"):
+        Sandbox(1, isolation="confined", refused=("mount", "net", "landlock")).run([job()])
+
+
+def test_a_weak_machine_is_refused_before_a_run_loads_its_base(monkeypatch):
+    monkeypatch.setattr(Isolation, "level", "filter")
+    for options, message in (({}, "isolation 'full'"), ({"isolation": "confined"}, "isolation 'confined'")):
+        (bound,), _ = reward_functions(
+            RewardConfig(functions=["code"], allow_code_execution=True, options={"code": options})
+        )
+        with pytest.raises(BadInput, match=message):
+            check_run([bound], None, [])
+    with pytest.raises(BadInput, match="isolation 'full'"):
+        python_tool(4.0)
+    with pytest.raises(BadInput, match="isolation is 'none', expected one of full, confined, any"):
+        code_reward({"isolation": "none"})
+
+
+@pytest.mark.parametrize(
+    ("value", "command"), [("0", "sysctl user.max_user_namespaces=1000"), ("7", "--security-opt")]
+)
+def test_the_message_names_the_switch_that_forbids_namespaces(monkeypatch, tmp_path, value, command):
+    (tmp_path / "switch").write_text(f"{value}\n")
+    monkeypatch.setattr("reward.sandbox.SWITCHES", {str(tmp_path / "switch"): ("0", command)})
+    assert command in enabling()
 
 
 def test_files_of_this_machine_stay_as_they_are_and_unread(sandbox, tmp_path):

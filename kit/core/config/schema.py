@@ -293,6 +293,9 @@ class EnvironmentConfig:
     )
     max_unknown_fraction: float = _option(0.02, "stop when more episodes than this are unknown", SHARE)
     allow_code_execution: bool = _option(False, "let the tool python run the model's code, in a sandbox")
+    isolation: Literal["full", "confined", "any"] = _option(
+        "full", "least isolation of that sandbox; a machine that allows less is refused (reward/README.md)"
+    )
 
     @property
     def is_given(self) -> bool:
