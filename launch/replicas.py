@@ -39,6 +39,7 @@ class Running:
 
     plan: Plan
     process: subprocess.Popen
+    started: float  # time.monotonic()
 
 
 class Replicas:
@@ -90,26 +91,39 @@ class Replicas:
 
     def start(self) -> None:
         """Start every replica, appending its output to its log."""
+        self.started = time.monotonic()
+        for plan in self.plans:
+            self.running.append(Running(plan, self._process(plan), time.monotonic()))
+
+    def end(self, one: Running) -> None:
+        """Kill what is left of a replica that failed; a hanging one would not listen."""
+        self.serving.discard(one.plan.url)
+        stop_groups([one.process.pid], 0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            one.process.wait(1)
+
+    def start_again(self, one: Running) -> None:
+        """Start a replica that has ended, by the same command."""
+        one.process, one.started = self._process(one.plan), time.monotonic()
+
+    def _process(self, plan: Plan) -> subprocess.Popen:
         prctl = ctypes.CDLL(None).prctl
 
         def die_with_the_launcher() -> None:
             prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
-        self.started = time.monotonic()
-        for plan in self.plans:
-            environment = {**os.environ, **plan.environment}
-            # Its routes answer anyone who can reach the port, even without a key, and the kit's do not need it.
-            environment.pop("VLLM_SERVER_DEV_MODE", None)
-            process = start_logged(
-                plan.command,
-                plan.log,
-                environment,
-                self.prefix,
-                # `python -m` puts the working directory first on the import path, so not the checkout.
-                cwd=plan.log.parent,
-                preexec_fn=None if self.detach else die_with_the_launcher,
-            )
-            self.running.append(Running(plan, process))
+        environment = {**os.environ, **plan.environment}
+        # Its routes answer anyone who can reach the port, even without a key, and the kit's do not need it.
+        environment.pop("VLLM_SERVER_DEV_MODE", None)
+        return start_logged(
+            plan.command,
+            plan.log,
+            environment,
+            self.prefix,
+            # `python -m` puts the working directory first on the import path, so not the checkout.
+            cwd=plan.log.parent,
+            preexec_fn=None if self.detach else die_with_the_launcher,
+        )
 
     def wait_ready(self, wait_s: float, check: Callable[[Plan, Info], None]) -> None:
         """Wait until every replica answers /v1/rollout/info and `check` accepts the answer, within one deadline.
@@ -126,7 +140,7 @@ class Replicas:
                         f"the server at {url} was not ready within {wait_s:g} s (rollout.server_wait_s): {reason}. "
                         f"{_log(one.plan)}"
                     )
-                info, reason = _ask(one.plan, min(ANSWER_S, left))
+                info, reason = ask_info(one.plan, min(ANSWER_S, left))
                 if info is None:
                     waiting[url] = (one, reason)
                 else:
@@ -146,12 +160,18 @@ class Replicas:
         """Raise `CheckFailed` if a replica has ended, `Stopped` if the user wants everything to end."""
         self.look()
         for one in self.running:
-            if (code := one.process.poll()) is not None:
-                others = " The other replicas were stopped." if len(self.running) > 1 else ""
-                raise CheckFailed(f"the server at {one.plan.url} {how_it_ended(code)}.{others} {_log(one.plan)}")
+            if (died := self.death(one)) is not None:
+                raise died
+
+    def death(self, one: Running) -> CheckFailed | None:
+        """The error of a replica that has ended; None while it runs."""
+        if (code := one.process.poll()) is None:
+            return None
+        others = " The other replicas were stopped." if len(self.running) > 1 else ""
+        return CheckFailed(f"the server at {one.plan.url} {how_it_ended(code)}.{others} {_log(one.plan)}")
 
 
-def _ask(plan: Plan, limit_s: float) -> tuple["Info | None", str]:
+def ask_info(plan: Plan, limit_s: float) -> tuple["Info | None", str]:
     """(answer, "") from /v1/rollout/info, or (None, why there is none yet); `CheckFailed` if there never will be."""
     from kit.rollout.replica import Replica, ReplicaError  # imports numpy and requests, which --help need not wait for
 

@@ -3,12 +3,14 @@
     python -m launch.up --config RUN.yaml
     python -m launch.up --config RUN.yaml --resume
     python -m launch.up --config RUN.yaml --overwrite
+    python -m launch.up --config RUN.yaml --restarts 5
     python -m launch.up --config RUN.yaml --dry_run
 
 Checks the configuration as the recipe does, writes the dequantized base if it is missing, starts one replica per URL
 in rollout.server_urls, and the trainer on the other GPUs while the replicas load; a trainer that shares their GPUs
 starts once they answer. With rollout.backend in_process there is only the trainer. Ctrl-C, SIGTERM and SIGHUP end the
-trainer, then the servers; a second Ctrl-C kills at once. The first process that dies ends the run with its reason.
+trainer, then the servers; a second Ctrl-C kills at once. The first process that dies ends the run with its reason;
+with --restarts N a server that fails is started again, and so is a trainer that the machine failed, N times in all.
 Keys of the YAML can be given as --group.key value. Exit code: 0 done, 1 a process or a check failed, 2 bad input,
 128 + signal when stopped.
 """
@@ -35,13 +37,15 @@ from kit.core.errors import DONE, BadInput, CheckFailed, command_parser, run_com
 from kit.core.health import alerts
 from kit.core.metrics_log import MetricsLog, mean, series
 from kit.core.run_directory import RunDir, base_directory
-from kit.core.run_state import record_failure
+from kit.core.run_state import Restarted, continuing_flags, read_restarts, record_standstill
 from kit.plan.layout import fits
 from kit.plan.placement import Placement, place
 from kit.rollout.protocol import Info
+from kit.rollout.restart_requests import WAIT_S
 from launch.replicas import Replicas, Running, Stopped, read_end
 from launch.server import check_answer
 from launch.starting.jobs import Job, JobFailed, kill_trees, leash
+from launch.starting.restarts import LONGEST_DELAY_S, KeptReplicas, Restarts, may_resume, trainer_why
 from launch.starting.stall import StallWatch, StoodStill
 from launch.starting.trainer_command import (
     Command,
@@ -88,11 +92,24 @@ class Start:
     memory: str = ""  # launch.plan's estimate
     logs: Path | None = None  # for a dry run, which does not touch the run's directory
     is_elsewhere: bool = False  # planned for the GPUs that the lists name, on a machine without any
+    restarts: int = 0  # how often failed processes are started again
 
     @property
     def shared_gpus(self) -> list[str]:
         """GPUs that trainer and replicas have in common."""
         return [gpu for gpu in self.placement.trainer if gpu in self.placement.servers]
+
+    @property
+    def is_one_unit(self) -> bool:
+        """Whether trainer and replicas share memory, so that neither can be started again beside the other."""
+        return bool(self.shared_gpus) or self.config.server.share_base
+
+    def trainer_again(self) -> Command:
+        """The trainer's command, to continue what it did so far."""
+        words = [word for word in self.trainer.words if word not in ("--resume", "--overwrite")]
+        # Killed before it had its base, a start with --overwrite has set the old run aside.
+        flags = continuing_flags(self.run) or [word for word in self.trainer.words if word == "--overwrite"]
+        return Command([*words, *flags], self.trainer.environment)
 
     @property
     def check(self) -> Command | None:
@@ -126,9 +143,12 @@ def prepare(
     ignore_plan: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
+    restarts: int = 0,
 ) -> Start:
     """Run every fast check; raises `BadInput` for a run that cannot work. A dry run on a machine without a GPU places
     the run on the GPUs that its configuration names."""
+    if restarts < 0:
+        raise BadInput(f"--restarts is {restarts}. Write how often failed processes may be started again, from 0.")
     config = load_config(config_path, overrides)
     is_served = config.rollout.backend == "server"
     asked = read_launcher(launcher_path) if launcher_path else None
@@ -152,7 +172,7 @@ def prepare(
         check_base(config, config_path)
     memory = plan_memory(config, ignore_plan or dry_run, arguments) if not is_elsewhere else plan_elsewhere(arguments)
     start = Start(config, arguments, resume, launcher, placement, vllm, run, base, trainer, servers, memory)
-    return replace(start, is_elsewhere=is_elsewhere)
+    return replace(start, is_elsewhere=is_elsewhere, restarts=restarts)
 
 
 def plan_memory(config: Config, ignore_plan: bool, arguments: list[str]) -> str:
@@ -259,6 +279,10 @@ class Signals:
             raise Stopped
 
 
+class ServerFailed(Exception):
+    """A replica failed that shares memory with the trainer."""
+
+
 @dataclass
 class Up:
     """One start of a complete run."""
@@ -269,10 +293,14 @@ class Up:
 
     def __post_init__(self) -> None:
         self.servers = Replicas([], look=self.look)
+        self.kept: KeptReplicas | None = None  # once all replicas serve, with `restarts`
         self.signals = Signals(self.pids)
         self.stall = StallWatch(self.start.run, self.start.config.launch.stall_s)
         plain = Console(highlight=False, force_terminal=False)
         self.view = View(self.start.run, self.statuses, plain if self.checks_only else Console(highlight=False))
+        earlier = read_restarts(self.start.run) if self.start.resume else []
+        self.restarts = Restarts(self.start.run, self.start.restarts, self.view.say, earlier)
+        self.resumed: Restarted | None = None  # the trainer's restart, until it makes a step
 
     def run(self) -> int:
         """Start, wait, end; return the exit code after completion or a stop by signal."""
@@ -287,6 +315,9 @@ class Up:
             number = self.signals.received
             print(f"stopped by {signal.Signals(number).name}; all processes have ended. {what_is_left(start)}")
             return 128 + number
+        finally:
+            for line in self.restarts.summary():
+                print(line, flush=True)
         if not self.checks_only:
             print(summary(start), flush=True)
         return DONE
@@ -307,27 +338,75 @@ class Up:
                     self.view.say(f"server {one.plan.url}: started (pid {one.process.pid}), log {log}")
                 if start.shared_gpus:  # vLLM measures the free memory of its GPUs while it starts
                     self.wait_for_servers(manifest)
-                with self.job("trainer", start.trainer, start.placement.trainer) as trainer:
-                    self.view.say(f"trainer: started (pid {trainer.process.pid}), log {_short(trainer.log)}")
-                    # Before checking the trainer: it waits for the servers and fails when they do.
-                    self.wait_for_servers(manifest)
-                    if (code := self.wait(trainer)) != DONE:
-                        raise self.cause(trainer.failure(code))
-                    self.view.say("trainer: done")
+                command = start.trainer
+                while not self.train(command, manifest):
+                    command = start.trainer_again()
+                self.view.say("trainer: done")
             finally:
                 if found:
                     self.view.say("servers: asked to end")
 
+    def train(self, command: Command, manifest: dict) -> bool:
+        """Run the trainer until it ends; return whether it is done. If not, it may be started again now: `restarts`
+        has counted it, and what it needs is back."""
+        start = self.start
+        try:
+            with self.job("trainer", self.with_allowance(command), start.placement.trainer) as trainer:
+                self.view.say(f"trainer: started (pid {trainer.process.pid}), log {_short(trainer.log)}")
+                # Before checking the trainer: it waits for the servers and fails when they do.
+                self.wait_for_servers(manifest)
+                if (code := self.wait(trainer)) == DONE:
+                    return True
+                raise self.cause(trainer.failure(code))
+        except ServerFailed:
+            pass
+        except StoodStill as failed:
+            if not start.restarts:
+                raise
+            self.resumed = self.restarts.begin("trainer", str(failed))
+        except JobFailed as failed:
+            if not start.restarts or not may_resume(failed, start.run):
+                raise
+            self.resumed = self.restarts.begin("trainer", trainer_why(failed), str(failed))
+        starts_at = time.monotonic() + self.restarts.delay_s
+        while time.monotonic() < starts_at or (start.is_one_unit and self.kept and self.kept.failed):
+            self.look_at_servers()
+            time.sleep(POLL_S)
+        return False
+
+    def with_allowance(self, command: Command) -> Command:
+        """The trainer's command, with how long it may wait for a replica that is started again."""
+        if not self.start.restarts or not self.servers.running:
+            return command
+        each = self.start.config.rollout.server_wait_s + LONGEST_DELAY_S
+        wait_s = 0.0 if self.start.is_one_unit else self.start.restarts * each
+        return Command(command.words, command.environment | {WAIT_S: f"{wait_s:g}"})
+
     def wait_for_servers(self, manifest: dict) -> None:
         """Wait until every replica answers as the configuration needs; a no-op once they have."""
         servers, config = self.servers, self.start.config
+        if self.kept is not None:
+            return
 
         def check(plan: Plan, info: Info) -> None:
             check_answer(config, manifest, plan, info)
+
+        def check_first(plan: Plan, info: Info) -> None:
+            check(plan, info)
             self.view.say(f"server {plan.url}: ready after {time.monotonic() - servers.started:.0f} s")
 
         if len(servers.serving) < len(servers.running):
-            servers.wait_ready(config.rollout.server_wait_s, check)
+            servers.wait_ready(config.rollout.server_wait_s, check_first)
+        if self.start.restarts:
+            self.kept = KeptReplicas(servers, self.restarts, config.rollout.server_wait_s, check)
+
+    def look_at_servers(self) -> None:
+        """Start replicas again that failed; without `restarts`, `CheckFailed` if one has ended."""
+        if self.kept is None:
+            self.servers.check_alive()
+            return
+        self.look()
+        self.kept.look()
 
     def step(self, name: str, command: Command, what: str) -> None:
         """Run one command to completion before the servers start."""
@@ -349,10 +428,10 @@ class Up:
 
     def wait(self, job: Job) -> int:
         """Wait for a job and return its exit code; `Stopped` on a signal, `CheckFailed` if a server ends first or the
-        job stands still."""
+        job stands still, `ServerFailed` if one failed that must be started before the trainer."""
         while (code := job.ended()) is None:
             try:
-                self.servers.check_alive()
+                self.look_at_servers()
             except CheckFailed as failed:
                 self.view.say(str(failed).partition(". ")[0])
                 raise
@@ -362,13 +441,22 @@ class Up:
                 kill_trees([job.process.pid])  # asking a stopped process to end would only take longer
                 job.process.wait()
                 if job.name == "trainer":
-                    record_failure(self.start.run, str(failed))
-                raise CheckFailed(f"{failed} Its log is {job.log}. {what_is_left(self.start)}") from None
+                    record_standstill(self.start.run, str(failed))
+                raise StoodStill(f"{failed} Its log is {job.log}. {what_is_left(self.start)}") from None
+            self.note_progress()
             time.sleep(POLL_S)
         self.view.update(at_once=True)
         if code != DONE:
             self.signals.check()
         return code
+
+    def note_progress(self) -> None:
+        """End the wait for a replica that shares memory with the trainer; record a resumed trainer's first step."""
+        if self.kept and self.kept.failed and self.start.is_one_unit:
+            raise ServerFailed
+        if self.resumed and self.restarts.has_step_since(self.resumed):
+            self.restarts.is_back(self.resumed)
+            self.resumed = None
 
     def look(self) -> None:
         self.signals.check()
@@ -379,7 +467,9 @@ class Up:
         deadline = time.monotonic() + FOLLOWED_S
         while self.servers.running and time.monotonic() < deadline:
             try:
-                self.servers.check_alive()
+                self.look_at_servers()
+                if self.kept and self.kept.failed and self.start.is_one_unit:
+                    return ServerFailed()
             except CheckFailed as first:
                 return CheckFailed(f"{first}\nThe trainer followed: {str(failed).partition(' Its log is')[0]}")
             time.sleep(POLL_S)
@@ -403,11 +493,12 @@ class Up:
             row(
                 f"server {one.plan.port}",
                 "serving" if one.plan.url in servers.serving else "starting",
-                *(one, one.plan.gpus or (), servers.started, one.plan.log),
+                *(one, one.plan.gpus or (), one.started, one.plan.log),
             )
             for one in servers.running
         ]
-        shown = [job for job in self.jobs if job.process.poll() is None or job.name == "trainer"]
+        trainers = [job for job in self.jobs if job.name == "trainer"]
+        shown = [job for job in self.jobs if job.process.poll() is None or job in trainers[-1:]]
         return rows + [row(job.name, "running", job, job.gpus, job.started, job.log) for job in shown]
 
 
@@ -471,11 +562,17 @@ def main() -> int:
         "--overwrite", action="store_true", help="start over: list and delete the contents of the run directory"
     )
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the commands, then exit")
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start failed servers again, and a trainer that the machine failed, N times in all; default 0",
+    )
     parser.add_argument("--ignore_plan", action="store_true", help="start even if launch.plan says it does not fit")
     flags, overrides = parser.parse_known_args()
-    start = prepare(
-        flags.config, overrides, flags.launcher, flags.resume, flags.ignore_plan, flags.overwrite, flags.dry_run
-    )
+    given = flags.config, overrides, flags.launcher, flags.resume, flags.ignore_plan, flags.overwrite, flags.dry_run
+    start = prepare(*given, flags.restarts)
     print(describe(start), flush=True)
     if not flags.dry_run:
         return Up(start).run()

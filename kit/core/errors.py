@@ -17,6 +17,8 @@ from kit.core.as_typed import name_commands_as_typed
 
 DONE, CHECK_FAILED, BAD_INPUT = 0, 1, 2
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Of torch, which this file does not import: the device is gone or unusable, another process or its link is.
+DEVICE_ERRORS = {"AcceleratorError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 # By then a launcher has stopped the other processes of a run whose main process failed.
 ALONE_S = 5.0
 
@@ -37,6 +39,10 @@ class CheckFailed(KitError):
     """The input was valid but a check failed: a gate, a hash that changed, a NaN, a spent budget."""
 
     exit_code = CHECK_FAILED
+
+
+class MachineFailed(CheckFailed):
+    """The machine failed, not the run: no space, a lost device. From the newest checkpoint it may go on."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -102,6 +108,17 @@ def full_disk(error: BaseException) -> str | None:
             if f"os error {number})" in str(one) or os.strerror(number) in str(one):
                 return " ".join(str(one).split())
     return None
+
+
+def is_machine_fault(error: BaseException) -> bool:
+    """Whether the machine ended a run that may go on from its newest checkpoint: a full disk, or an error of the
+    device or of its links. Not a lack of GPU memory, which comes back."""
+    if isinstance(error, KitError):
+        return isinstance(error, MachineFailed)
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "OutOfMemoryError" in names:
+        return False
+    return bool(names & DEVICE_ERRORS) or "CUDA error" in str(error) or full_disk(error) is not None
 
 
 def is_failed_torch_save(error: BaseException) -> bool:

@@ -319,6 +319,7 @@ class RunDir:
         self.metrics_file = self.path / "metrics.jsonl"
         self.ledger_file = self.path / "ledger.jsonl"
         self.resumes_file = self.path / "resumes.jsonl"
+        self.restarts_file = self.path / "restarts.jsonl"
         self.base_file = self.path / "base.json"
         self.data_file = self.path / "data.json"
         self.eval_file = self.path / "eval.json"

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from kit.core.errors import BadInput, KitError
+from kit.core.errors import BadInput, KitError, is_machine_fault
 from kit.core.run_directory import RunDir, read_json, write_json
 
 LOCK = ".lock"
@@ -36,18 +36,33 @@ WORTHLESS: tuple[str, ...] = (
     "completions",
     "not_finite",
 )
-WORTHLESS += ("sync", END)
+WORTHLESS += ("sync", "restarts.jsonl", END)
 # Servers that are already running, and launch.up, write here; another start appends. A judge's replies stay valid.
 STAYS = (LOCK, REPLACED, "logs", "judge")
 
 
 @dataclass(frozen=True)
 class End:
-    """How the last process that trained in a run ended: done, failed, interrupted or killed, with its error."""
+    """How the last process that trained in a run ended: done, failed, interrupted or killed, with its error;
+    `is_machine`: the machine failed it, so it may go on from its newest checkpoint."""
 
     how: str
     error: str
     time: float | None = None
+    is_machine: bool = False
+
+
+@dataclass
+class Restarted:
+    """Something that `launch.up --restarts` started again; `seconds` from its failure until it worked, None if it does
+    not yet, or never did."""
+
+    what: str  # "trainer", or "server" and its URL
+    why: str
+    step: int  # the newest step by then
+    time: float  # of the failure
+    pid: int  # of the `launch.up`
+    seconds: float | None = None
 
 
 def lock_run(run: RunDir) -> IO:
@@ -100,7 +115,7 @@ def last_end(run: RunDir) -> End | None:
         return None
     with contextlib.suppress(BadInput, OSError, TypeError, ValueError):
         found = read_json(run.path / END)
-        return End(str(found["how"]), str(found["error"]), float(found["time"]))
+        return End(str(found["how"]), str(found["error"]), float(found["time"]), bool(found.get("is_machine")))
     try:
         holder = json.loads((run.path / LOCK).read_text())
         host, pid, began = holder["host"], int(holder["pid"]), holder["began"]
@@ -136,7 +151,8 @@ def trains_in(run: RunDir) -> Iterator[None]:
             elif isinstance(error, BadInput) and before is not None:  # a refused start changes nothing
                 (run.path / END).write_bytes(before)
             else:
-                _record_end(run, INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED, _describe(error))
+                how = INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+                _record_end(run, how, _describe(error), is_machine_fault(error))
             raise
         _record_end(run, DONE, "")
 
@@ -148,14 +164,32 @@ def _describe(error: BaseException) -> str:
     return text.strip()[:LONGEST_ERROR]
 
 
-def record_failure(run: RunDir, error: str) -> None:
-    """Leave `end.json` for a trainer that cannot do so itself any more."""
-    _record_end(run, FAILED, error[:LONGEST_ERROR])
+def record_standstill(run: RunDir, error: str) -> None:
+    """Leave `end.json` for a trainer that stands still and cannot do so itself any more."""
+    _record_end(run, FAILED, error[:LONGEST_ERROR], is_machine=True)
 
 
-def _record_end(run: RunDir, how: str, error: str) -> None:
+def _record_end(run: RunDir, how: str, error: str, is_machine: bool = False) -> None:
     with contextlib.suppress(OSError):  # a full disk is often what ended it
-        write_json(run.path / END, asdict(End(how, error, time.time())))
+        write_json(run.path / END, asdict(End(how, error, time.time(), is_machine)))
+
+
+def read_restarts(run: RunDir) -> list[Restarted]:
+    """The lines of `restarts.jsonl`; those that are none are skipped."""
+    found = []
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        for line in run.restarts_file.read_text().splitlines():
+            with contextlib.suppress(ValueError, TypeError):
+                found.append(Restarted(**json.loads(line)))
+    return found
+
+
+def write_restarts(run: RunDir, restarts: list[Restarted]) -> None:
+    """Replace `restarts.jsonl`: what was started again gets its seconds later."""
+    temporary = run.restarts_file.with_name(f".{run.restarts_file.name}.tmp")
+    with contextlib.suppress(OSError):  # a full disk must not end what `--restarts` keeps alive
+        temporary.write_text("".join(f"{json.dumps(asdict(one))}\n" for one in restarts))
+        os.replace(temporary, run.restarts_file)
 
 
 def continuing_flags(run: RunDir) -> list[str]:

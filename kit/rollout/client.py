@@ -26,7 +26,9 @@ from kit.rollout.generation import Generation
 from kit.rollout.overlap import Ahead
 from kit.rollout.policy_view import PolicyView, Processes, Report, Rollouts
 from kit.rollout.protocol import PROTOCOL, Info
+from kit.rollout.recovery import Recovery, ReplicasFailed
 from kit.rollout.replica import Replica, ReplicaError, ask_all, is_tested_vllm
+from kit.rollout.restart_requests import allowed_wait_s
 from kit.rollout.server_watch import watch
 from kit.rollout.sync import START, AdapterSync, restart_hint, start_hint
 
@@ -46,6 +48,8 @@ class ServerRollout:
         self.context = rollout.max_prompt_length + rollout.max_completion_length
         self.replicas = [Replica(url, rollout.request_timeout_s) for url in rollout.server_urls]
         self.sync = AdapterSync(self.replicas, config, run)
+        if (wait_s := allowed_wait_s()) is not None:
+            self.sync.recovery = Recovery(self.replicas, run, wait_s, self.sync.restore)
         self._ahead: Ahead | None = None
         self._infos: dict[str, Info] = {}
         self._served: int | None = None  # the same in every process
@@ -62,6 +66,8 @@ class ServerRollout:
         deadline = time.monotonic() + self.config.rollout.server_wait_s
         tokenizer = tokenizer_hash(self.tokenizer)
         self._infos = {replica.url: self._wait(replica, deadline) for replica in self.replicas}
+        if self.sync.recovery is not None:
+            self.sync.recovery.know(self._infos)
         faults = []
         for url, info in self._infos.items():
             faults += [f"{url}: {fault}" for fault in self._faults(info, linears, vocabulary, tokenizer)]
@@ -404,7 +410,7 @@ class ServerRollout:
         config, rollout = self.config, self.config.rollout
         completions = config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
         prompts = completions * distributed.get_world_size() // rollout.group_size + config.watch.eval_problems
-        longest = rollout.server_wait_s
+        longest = rollout.server_wait_s + (allowed_wait_s() or 0.0)
         if config.environment.is_given:  # a request for each turn of each episode; their environments run side by side
             prompts *= rollout.group_size * config.environment.max_turns
             longest += config.environment.episode_timeout_s
@@ -484,13 +490,18 @@ class ServerRollout:
         """Requests of the version that the replicas serve; `stop` ends a completion."""
         at_once = [self._infos[replica.url]["max_num_seqs"] for replica in self.replicas]
         facts = self.config.rollout, self.run, self.sync.session, self.sync.served, stop
-        return Generation(self.replicas, at_once, *facts)
+        return Generation(self.replicas, at_once, *facts, self.sync.recovery)
 
     def _all_or_fail(self, call: Callable[[Replica], Any], what: str) -> None:
-        failed = ask_all(self.replicas, call, probe=what)[1]
-        self._silent |= {url for url, error in failed.items() if error.status is None}
-        for url, error in failed.items():
-            raise CheckFailed(f"the replica at {url} did not {what}: {error.text}. " + restart_hint(self.run, [url]))
+        asked, is_final = self.replicas, False
+        while failed := ask_all(asked, call, probe=what)[1]:
+            reasons = [f"the replica at {url} did not {what}: {one.text}" for url, one in failed.items()]
+            error = ReplicasFailed(f"{'; '.join(reasons)}. {restart_hint(self.run, failed)}", failed)
+            if self.sync.recovery is None:
+                self._silent |= {url for url, error in failed.items() if error.status is None}
+                raise error
+            self.sync.recovery.bring_back(error, is_final)
+            asked, is_final = [one for one in asked if one.url in failed], True
 
 
 @contextlib.contextmanager

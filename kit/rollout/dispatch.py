@@ -23,7 +23,7 @@ from typing import Any
 
 from kit.core.errors import CheckFailed, KitError
 from kit.core.progress import beat
-from kit.rollout.replica import CONTINUE, Replica, ReplicaError, Sample, silences
+from kit.rollout.replica import CONTINUE, Hangs, Replica, ReplicaError, Sample, silences
 
 RETRY_AFTER_S = 1.0  # delay before retrying on the same replica; another one is tried at once
 TICK_S = 0.5  # how often deadlines and delayed retries are looked at
@@ -33,6 +33,8 @@ MORE_LOADED = 0.125
 
 # (replica, id of the attempt, token ids of the prompt) -> the samples
 Ask = Callable[[Replica, str, list[int]], list[Sample]]
+# (replica, its error, whether only another process can help) -> done once it serves again
+BringBack = Callable[[Replica, ReplicaError, bool], "Future[None]"]
 
 
 class GenerationFailed(KitError):
@@ -68,13 +70,21 @@ class Dispatcher:
     """Send prompts to replicas and collect the samples.
 
     `capacity[i]` is the number of prompts that replica i can generate at once; load is measured relative to it.
-    `late_answers` counts answers that arrived after their attempt was abandoned.
+    `late_answers` counts answers that arrived after their attempt was abandoned. With `bring_back`, a replica that
+    fails gets no requests until it is back, and its own are sent again; without, failures end the run.
     """
 
     def __init__(
-        self, replicas: list[Replica], capacity: list[float], retries: int, max_in_flight: int, timeout_s: float
+        self,
+        replicas: list[Replica],
+        capacity: list[float],
+        retries: int,
+        max_in_flight: int,
+        timeout_s: float,
+        bring_back: BringBack | None = None,
     ):
         self.replicas, self.capacity, self.retries = replicas, capacity, retries
+        self.bring_back = bring_back
         # Prompts beyond twice the total capacity would only queue on a replica, where no other can take them over.
         self.most = max(1, min(max_in_flight, int(2 * sum(capacity))))
         self.timeout_s, self.late_answers = timeout_s, 0
@@ -100,7 +110,8 @@ class Requests:
 
     One failure ends all: once a request has failed `1 + retries` times, or once in a way that a retry cannot fix,
     every pending and later request raises `GenerationFailed`; any other error of an `ask` is re-raised in the same
-    way. Requests still in flight are then abandoned, as they are at the end.
+    way. Requests still in flight are then abandoned, as they are at the end. With `bring_back`, only a refusal and a
+    replica that does not come back end all.
     """
 
     def __init__(self, dispatcher: Dispatcher, name: str):
@@ -113,6 +124,7 @@ class Requests:
         self._delayed: list[_Task] = []
         self._running: dict[str, _Attempt] = {}
         self._down: set[int] = set()
+        self._recovering: set[int] = set()
         self._homes: dict[Hashable, int] = {}
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._finished = threading.Event()
@@ -190,10 +202,14 @@ class Requests:
             if task.not_before <= now:
                 heapq.heappush(self._ready, task)
         self._delayed = [task for task in self._delayed if task.not_before > now]
-        while self._ready and len(self._running) < self._dispatcher.most:
+        while self._ready and len(self._running) < self._dispatcher.most and self._has_replica():
             task = heapq.heappop(self._ready)
             if not task.future.cancelled():
                 self._start(task, now)
+
+    def _has_replica(self) -> bool:
+        """Whether a replica can be asked. Without `bring_back` one that is down is asked again."""
+        return self._dispatcher.bring_back is None or len(self._down) < len(self._dispatcher.replicas)
 
     def _start(self, task: _Task, now: float) -> None:
         attempt = _Attempt(task, self._pick(task), now + self._dispatcher.timeout_s)
@@ -246,21 +262,26 @@ class Requests:
             if now > attempt.deadline:
                 url = self._dispatcher.replicas[attempt.place].url
                 text = f"no answer within {self._dispatcher.timeout_s:g} s"
-                self._answered(key, ReplicaError(url, "generate", text))
+                self._answered(key, Hangs(url, "generate", text))
 
     def _failed(self, attempt: _Attempt, error: Exception) -> None:
         """Retry the request; raise if it must not be retried."""
-        task = attempt.task
+        task, bring_back = attempt.task, self._dispatcher.bring_back
         if not isinstance(error, ReplicaError):
             raise error
-        if error.is_conflict:
+        if error.is_conflict and bring_back is None:
             raise CheckFailed(f"{error} {CONTINUE}")
         task.errors.append(error)
         if error.status is None:
             self._down.add(attempt.place)
+        is_spent = not error.retry or len(task.errors) > self._dispatcher.retries
+        if bring_back and (error.is_conflict or (not error.is_refusal and (is_spent or error.status is None))):
+            self._begin_recovery(attempt.place, error, is_spent and not error.is_conflict, bring_back)
+            task.errors = [] if is_spent else task.errors
+            is_spent = False
         if task.future.cancelled():
             return
-        if not error.retry or len(task.errors) > self._dispatcher.retries:
+        if is_spent:
             raise GenerationFailed(len(task.prompt), task.errors)
         task.last = attempt.place
         task.order = (-math.inf, task.order[1])  # before all others
@@ -268,6 +289,19 @@ class Requests:
         if len(self._down) >= len(replicas) or len(replicas) == 1:
             task.not_before = time.monotonic() + RETRY_AFTER_S
         self._delayed.append(task)
+
+    def _begin_recovery(self, place: int, error: ReplicaError, is_final: bool, bring_back: BringBack) -> None:
+        """Send nothing to a replica until it is back."""
+        self._down.add(place)
+        if place not in self._recovering:
+            self._recovering.add(place)
+            future = bring_back(self._dispatcher.replicas[place], error, is_final)
+            future.add_done_callback(lambda done: self._events.put(functools.partial(self._is_back, place, done)))
+
+    def _is_back(self, place: int, done: "Future[None]") -> None:
+        done.result()
+        self._recovering.discard(place)
+        self._down.discard(place)
 
     def _silent(self, place: int, error: ReplicaError) -> None:
         """Give up a replica that hangs, with all its requests."""

@@ -15,6 +15,7 @@ from kit.core.run_directory import RunDir
 from kit.rollout.dispatch import Ask, Dispatcher, GenerationFailed, Requests
 from kit.rollout.episodes import Turn
 from kit.rollout.protocol import Sampling
+from kit.rollout.recovery import Recovery
 from kit.rollout.replica import Replica, ReplicaError, Sample
 from kit.rollout.sync import restart_hint
 
@@ -22,7 +23,8 @@ from kit.rollout.sync import restart_hint
 class Generation:
     """Requests of one adapter version, the one that `session` serves on all replicas.
 
-    `at_once[i]` is the number of completions that replica i generates at once.
+    `at_once[i]` is the number of completions that replica i generates at once. With `recovery`, replicas that fail are
+    waited for.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class Generation:
         session: str,
         version: int,
         stop: list[int],
+        recovery: Recovery | None = None,
     ):
         self.replicas, self.at_once, self.rollout, self.run = replicas, at_once, rollout, run
+        self.recovery = recovery
         self.session, self.version, self.stop = session, version, [*stop]
         self.name = f"{session}-v{version}"
 
@@ -53,7 +57,8 @@ class Generation:
 
     def _dispatcher(self, n: int) -> Dispatcher:
         capacity, rollout = [max(1.0, most / n) for most in self.at_once], self.rollout
-        return Dispatcher(self.replicas, capacity, rollout.retries, rollout.max_in_flight, rollout.request_timeout_s)
+        limits = rollout.retries, rollout.max_in_flight, rollout.request_timeout_s
+        return Dispatcher(self.replicas, capacity, *limits, self.recovery.start if self.recovery else None)
 
     def _ask(self, n: int, max_tokens: int) -> Ask:
         rollout, has_experts = self.rollout, self.rollout.routing != "own"
@@ -77,9 +82,8 @@ class Generation:
                 routing=has_experts,
             )
             if version != self.version:
-                raise CheckFailed(
-                    f"{replica.url} sampled from adapter version {version}, version {self.version} was asked for."
-                )
+                reason = f"it sampled from adapter version {version}, version {self.version} was asked for"
+                raise ReplicaError(replica.url, "generate", reason, retry=False)
             lengths = [(len(sample.token_ids), len(sample.logprobs)) for sample in samples]
             if len(samples) != n or any(not 0 < ids == logps <= max_tokens for ids, logps in lengths):
                 reason = f"{len(samples)} samples for n = {n}, of (token ids, log-probs) {lengths[:8]}"

@@ -58,6 +58,15 @@ class ReplicaError(KitError):
         """Whether the replica works, but for another trainer or on another base; `text` then includes the fix."""
         return self.status == 409
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the replica works and refuses this request."""
+        return self.status is not None and self.status < 500
+
+
+class Hangs(ReplicaError):
+    """No answer within the request's limit, or to any request: the process or its engine stands still."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -252,7 +261,7 @@ class Replica:
                 allow_redirects=False,
             )
         except requests.Timeout:
-            raise ReplicaError(self.url, action, f"no answer within {limit:g} s") from None
+            raise Hangs(self.url, action, f"no answer within {limit:g} s") from None
         except requests.RequestException as error:
             raise ReplicaError(self.url, action, _reason(error)) from None
         if response.status_code != 200:
@@ -287,7 +296,7 @@ def silences(
         silent = silent + 1 if error else 0
         if silent >= PROBES:
             text = f"it takes requests and answers none, not even {error.action}: {error.text}"
-            yield ReplicaError(replica.url, action, text)
+            yield Hangs(replica.url, action, text)
 
 
 def ask_all(

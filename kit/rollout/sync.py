@@ -3,18 +3,21 @@
 Only the adapter is sent. Whether a replica folds it into its weights or serves it unmerged is up to the replica
 (`rollout.sync`); for the trainer both are the same four requests: stage on all, activate on all, score the canary,
 discard the previous version. Nothing is sampled from a version that not every replica serves: on any failure, all
-replicas that answer roll back to the previous version, and the run ends with an error that names the replica. The
-first version of a session has no previous one; the message then says what each replica serves.
+replicas that answer roll back to the previous version, and the run ends with an error that names the replica, unless
+a `Recovery` brings it back (`launch.up --restarts`). The first version of a session has no previous one; the message
+then says what each replica serves.
 
 vLLM's prefix cache identifies an adapter by name, so versions of a resumed run must not share names with earlier ones:
 each trainer process has its own session.
 """
 
+import itertools
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from kit.rollout.canary_scores import CanaryScorer, Scores
 from kit.rollout.noise import Noise, facts, noise_of
 from kit.rollout.policy_view import PolicyView
 from kit.rollout.protocol import WEIGHTS
+from kit.rollout.recovery import Recovery, ReplicasFailed
 from kit.rollout.replica import CONTINUE, Replica, ReplicaError, ask_all, log_name
 
 STATE_TIMEOUT_S = 5.0  # for asking a replica what it serves, after a failure
@@ -36,13 +40,25 @@ START = "python -m launch.server --config ..."
 _LOST = "did not answer, so what it serves is not known"
 
 
+@dataclass(frozen=True)
+class Published:
+    """What every replica serves, as it was sent, and the canary's scores of it by the trainer."""
+
+    version: int
+    stage: dict[str, Any]  # arguments of `Replica.stage`
+    scores: Scores | None
+    noise: Noise | None
+
+
 class AdapterSync:
     """Publish adapter versions to all replicas; on failure, roll those that answer back to the previous version.
 
     After `publish`, `seconds` holds its wall-clock parts (write, stage, activate, canary, and noise if any) and
     `canary` the result of each replica by URL; `served` is the version that all replicas sample from. `scorer` has the
-    sequences of the canary.
+    sequences of the canary, `recovery` brings failed replicas back.
     """
+
+    recovery: Recovery | None = None
 
     def __init__(self, replicas: list[Replica], config: Config, run: RunDir):
         self.replicas, self.config, self.run = replicas, config, run
@@ -50,14 +66,18 @@ class AdapterSync:
         longest = rollout.max_prompt_length + rollout.max_completion_length
         self.scorer = CanaryScorer(rollout.canary_prompts, longest)
         self._prepared: tuple[AdapterFile | None, Scores | None] | None = None
-        self.session = secrets.token_hex(4)
-        self.folder = run.path / "sync" / self.session
+        self._begin_session()
         self.served: int | None = None
+        self._published: Published | None = None
         self.seconds: dict[str, float] = {}
         self.canary: dict[str, CanaryResult] = {}
         self._background = ThreadPoolExecutor(1)
         self._cleanup: Future | None = None
         self._kept: set[tuple[str, int]] = set()  # (URL, version) that could not be discarded
+
+    def _begin_session(self) -> None:
+        self.session = secrets.token_hex(4)
+        self.folder = self.run.path / "sync" / self.session
 
     def prepare(self, policy: PolicyView) -> None:
         """For a split base, collect everything that `update` needs of the policy, in all processes together and before
@@ -73,12 +93,44 @@ class AdapterSync:
         score = (lambda: scores) if self._prepared else (lambda: self.scorer.scores(policy))
         self._prepared = None  # it holds the gathered tensors
         noise = noise_of(self.config, version)
-        self.publish(version, adapter, score if self.scorer.sequences else None, noise)
+        self._publish_to_all(version, adapter, score if self.scorer.sequences else None, noise)
         figures = facts(noise) | {"sync_seconds": {part: round(value, 4) for part, value in self.seconds.items()}}
         if results := self.canary.values():
             figures["canary_delta"] = max(result.mean for result in results)
             figures["canary_k3"] = max(result.k3 for result in results)
         return figures
+
+    def _publish_to_all(self, version: int, *what: Any) -> None:
+        """`publish`, again whenever `recovery` has brought the replicas back that failed."""
+        for attempt in itertools.count():
+            if self.recovery is not None:
+                self.recovery.settle()
+            try:
+                self.publish(version, *what)
+                return
+            except ReplicasFailed as failed:
+                if self.recovery is None:
+                    raise
+                print(f"{failed}", flush=True)
+                self.recovery.bring_back(failed, is_final=attempt > 0)
+                if self.served is None:  # some may serve this version already, under a name that is taken now
+                    self._begin_session()
+
+    def restore(self, replica: Replica) -> None:
+        """Make a replica that was started again serve what the others do; `ReplicaError` if it cannot, or if its
+        canary is off."""
+        if (published := self._published) is None:
+            return
+        version = published.version
+        replica.stage(**published.stage, is_first=True)
+        replica.activate(self.session, version)
+        if published.scores is not None:
+            sequences, policy, base = published.scores
+            result = compare(replica.score(sequences, self.session, version), policy, base)
+            if problem := result.problem(self.config.rollout.max_canary_delta):
+                raise ReplicaError(replica.url, "canary", problem, retry=False)
+        if published.noise is not None and published.noise.sigma:
+            replica.noise(self.session, version, published.noise.sigma, published.noise.seed)
 
     def publish(
         self, version: int, adapter: AdapterFile, score: Callable[[], Scores | None] | None, noise: Noise | None = None
@@ -95,7 +147,8 @@ class AdapterSync:
         directory = adapter.write(self.folder / f"v{version:06d}", version)
         self.seconds["write"] = time.perf_counter() - started
         with ThreadPoolExecutor(1) as pool:
-            swap: Future = pool.submit(self._swap, version, directory, adapter.base_hash)
+            what = self._stage_arguments(version, directory, adapter.base_hash)
+            swap: Future = pool.submit(self._swap, version, what)
             scores = error = None
             try:
                 scores = score() if score else None
@@ -111,42 +164,46 @@ class AdapterSync:
         self.seconds["canary"] = time.perf_counter() - started
         if noise is not None and noise.sigma:
             self._make_noisy(version, noise)
+        self._published = Published(version, what, scores and Scores(*scores), noise)
         previous, self.served = self.served, version
         # In the background: the first completions of the new version need not wait for it.
         self._cleanup = self._background.submit(self._forget, previous, directory)
 
-    def _swap(self, version: int, directory: Path, base_hash: str) -> None:
+    def _stage_arguments(self, version: int, directory: Path, base_hash: str) -> dict[str, Any]:
+        rollout = self.config.rollout
+        named: dict[str, Any] = {"way": rollout.sync, "run": self.config.run.name, "session": self.session}
+        named |= {"version": version, "base_hash": base_hash}
+        is_sent = rollout.transport == "body"
+        return named | ({"body": (directory / WEIGHTS).read_bytes()} if is_sent else {"path": directory})
+
+    def _swap(self, version: int, what: dict[str, Any]) -> None:
         """Stage on all replicas, then activate on all. After a failure every replica that answers is as before, except
         that some may already serve a first version."""
         rollout, is_first = self.config.rollout, self.served is None
-        what: dict[str, Any] = {
-            "way": rollout.sync,
-            "run": self.config.run.name,
-            "session": self.session,
-            "version": version,
-        }
-        what |= {"base_hash": base_hash, "is_first": is_first}
-        what |= {"body": (directory / WEIGHTS).read_bytes()} if rollout.transport == "body" else {"path": directory}
         started = time.perf_counter()
         # A server that is still reading its NF4 copy does not answer probes either.
-        failed = ask_all(self.replicas, lambda one: one.stage(**what), probe=None if is_first else "stage")[1]
+        failed = ask_all(
+            self.replicas, lambda one: one.stage(**what, is_first=is_first), probe=None if is_first else "stage"
+        )[1]
         self.seconds["stage"] = time.perf_counter() - started
         if failed:
             self._discard(self._that_answer(failed), version)
             which = "All replicas" if len(self._that_answer(failed)) == len(self.replicas) else "Those that answer"
             stays = "No replica serves it." if is_first else f"{which} stay on version {self.served}."
-            raise CheckFailed(
+            raise ReplicasFailed(
                 f"{_names(failed)} did not load adapter version {version}: {_reasons(failed)}. {stays}"
-                f"{_path_hint(rollout.transport, failed)} {restart_hint(self.run, failed)}"
+                f"{_path_hint(rollout.transport, failed)} {restart_hint(self.run, failed)}",
+                failed,
             )
         started = time.perf_counter()
         failed = ask_all(self.replicas, lambda one: one.activate(self.session, version), probe="activate")[1]
         self.seconds["activate"] = time.perf_counter() - started
         if failed:
             serving = self._roll_back(version, failed)
-            raise CheckFailed(
+            raise ReplicasFailed(
                 f"{_names(failed)} did not switch to adapter version {version}: {_reasons(failed)}. {serving} "
-                f"{restart_hint(self.run, failed)}"
+                f"{restart_hint(self.run, failed)}",
+                failed,
             )
 
     def _check_canary(
@@ -167,7 +224,9 @@ class AdapterSync:
             serving, hint = self._roll_back(version, failed), restart_hint(self.run, problems | failed)
             if len(failed) < len(problems):
                 hint += " If it happens again, write its base again (python -m merge base)."
-            raise CheckFailed(f"adapter version {version}: {'; '.join(problems.values())}. {serving} {hint}")
+            wrong = {url: ReplicaError(url, "canary", why, retry=False) for url, why in problems.items()}
+            said = f"adapter version {version}: {'; '.join(problems.values())}. {serving} {hint}"
+            raise ReplicasFailed(said, wrong | failed)
         facts: dict[str, Any] = {"session": self.session, "version": version, "way": self.config.rollout.sync}
         write_canary(self.folder / "canary.json", **facts, sequences=sequences, policy=policy, base=base)
 
@@ -179,9 +238,10 @@ class AdapterSync:
         self.seconds["noise"] = time.perf_counter() - started
         if failed:
             serving = self._roll_back(version, failed)
-            raise CheckFailed(
+            raise ReplicasFailed(
                 f"{_names(failed)} did not put noise on the norms of adapter version {version}: {_reasons(failed)}. "
-                f"{serving} {restart_hint(self.run, failed)}"
+                f"{serving} {restart_hint(self.run, failed)}",
+                failed,
             )
 
     def _roll_back(self, version: int, failed: dict[str, ReplicaError]) -> str:

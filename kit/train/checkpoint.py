@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from kit.core.errors import BadInput, CheckFailed, is_failed_torch_save
+from kit.core.errors import BadInput, MachineFailed, is_failed_torch_save
 from kit.core.run_directory import RunDir, checkpoint_step, read_manifest, settle, write_manifest
 from kit.train.record import drop_steps_after, note_resume
 
@@ -71,7 +71,7 @@ def refusal_of(folder: Path, size: int) -> OSError | None:
     return None
 
 
-def saving_failed(run: RunDir, step: int, error: Exception, needed: int) -> CheckFailed:
+def saving_failed(run: RunDir, step: int, error: Exception, needed: int) -> MachineFailed:
     """The error for a failed save of about `needed` bytes: the checkpoint that is left, and how to continue. Call it
     before space is freed."""
     free = shutil.disk_usage(run.path).free / 2**20
@@ -83,7 +83,7 @@ def saving_failed(run: RunDir, step: int, error: Exception, needed: int) -> Chec
     # torch.save and safetensors set no errno, and torch.save has no message either.
     if getattr(error, "errno", None) is None and (refused := refusal_of(run.path, needed)) is not None:
         reason = f"[Errno {refused.errno}] {refused.strerror}"
-    return CheckFailed(
+    return MachineFailed(
         f"saving step {step} failed: {reason} ({run.path} has {free:.1f} MiB free and needs about "
         f"{needed / 2**20:.1f} MiB for a checkpoint). Nothing half-written is kept; {left}"
     )

@@ -28,7 +28,7 @@ from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat
 from kit.core.progress import end_with_launcher, steps, watched
 from kit.core.run_directory import RunDir, write_json
-from kit.core.run_state import drop_replaced, record_failure, trains_in
+from kit.core.run_state import drop_replaced, record_standstill, trains_in
 
 if TYPE_CHECKING:
     from kit.train.trainer import PolicyTrainer
@@ -378,7 +378,7 @@ def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
 
     def on_stall(reason: str) -> None:
         if state.is_main_process:
-            record_failure(run, reason)
+            record_standstill(run, reason)
 
     end_with_launcher()
     with (

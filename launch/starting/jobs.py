@@ -91,16 +91,18 @@ class Job:
         lines = without_launcher(read_end(self.log))
         reason = message(lines)
         if code == BAD_INPUT and reason:
-            return JobFailed(f"{self.name}: {reason}\nIts log is {self.log}.", code)
+            return JobFailed(self.name, f"{self.name}: {reason}\nIts log is {self.log}.", code)
         told = f"{reason}\n" if reason else first_error(lines)
-        return JobFailed(f"{self.name} {how_it_ended(code)}. {told}{log_end(self.log, lines)}", code)
+        return JobFailed(self.name, f"{self.name} {how_it_ended(code)}. {told}{log_end(self.log, lines)}", code)
 
 
 class JobFailed(KitError):
-    """A command of the run failed; the exit code for bad input is preserved."""
+    """The command `name` of the run failed with `code`, negative for a signal; the exit code for bad input is
+    preserved."""
 
-    def __init__(self, text: str, code: int):
+    def __init__(self, name: str, text: str, code: int):
         super().__init__(text)
+        self.name, self.code = name, code
         self.exit_code = BAD_INPUT if code == BAD_INPUT else CHECK_FAILED
 
 

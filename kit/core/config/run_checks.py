@@ -12,7 +12,8 @@ from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir, checkpoint_step, read_json
 from kit.core.run_state import END, LOCK, REPLACED, describe_overwrite, last_end, trainer_pid
 
-STARTED_BY_UP = ("check", "base", "trainer")  # each has a log of this name
+# Names that files in `logs` start with: logs of servers and of launch.up's commands, progress of trainers.
+LOGS = ("server", "check", "base", "trainer", "progress", "stacks")
 # A resumed run may change these and no others: they decide how the run executes, not what is learned.
 FREE_ON_RESUME = (
     *("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "launch", "eval"),
@@ -116,8 +117,8 @@ def _check_no_run(run: RunDir, resume: bool, overwrite: bool) -> None:
 def _is_left_before_a_run(entry: Path) -> bool:
     """Whether this may come from a failed start, or from the run's servers or launch.up, which start first."""
     if entry.name == "logs":
-        return all(file.name.startswith(("server", *STARTED_BY_UP)) for file in entry.iterdir())
-    return entry.name in ("config.json", LOCK, END)
+        return all(file.name.startswith(LOGS) for file in entry.iterdir())
+    return entry.name in ("config.json", "restarts.jsonl", LOCK, END)
 
 
 def _check_overwrite(config: Config, run: RunDir) -> None:
