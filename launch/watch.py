@@ -25,6 +25,7 @@ from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser, run_co
 from kit.core.health import alerts
 from kit.core.metrics_log import ENDED, RECENT, MetricsLog, mean, number, open_run, progress, series
 from kit.core.run_directory import RunDir
+from kit.core.run_state import read_restarts
 from launch.watching.compare import common_step, frame_of_runs
 from launch.watching.page import TRENDS, curves_of, frame, how_it_ended, show
 from launch.watching.samples import latest_group
@@ -54,6 +55,7 @@ def summary(run: RunDir, log: MetricsLog) -> dict:
         **progress(log),
         "steps_logged": len(log.rows),
         "resumed_at": log.resumed_at,
+        "restarts": [dataclasses.asdict(one) for one in read_restarts(run)],
         "bad_lines": log.bad_lines,
         "last": last,
         "recent": {key: mean(series(log.rows[-RECENT:], key)) for key in curves_of(last or {}).values()},

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
-from kit.core.run_state import DONE, INTERRUPTED, End, last_end, trainer_pid
+from kit.core.run_state import DONE, INTERRUPTED, End, is_restarting, last_end, trainer_pid
 
 RECENT = 10  # steps counted as "recent" in the terminal, in the JSON summary and in the health rules
 SMOOTH = 10  # steps over which a drawn curve is smoothed
@@ -210,16 +210,19 @@ def step_seconds(rows: Sequence[dict]) -> float | None:
 def progress(log: MetricsLog, now: float | None = None) -> dict:
     """Progress of a run: its state, step and times, and the error of one that stopped or failed.
 
-    The keys are state (waiting, running, silent, finished, stopped, failed), step, total_steps, seconds since the last
-    line, time left, and for a run that stopped or failed its error and end time. Silent means that no line came for
+    The keys are state (waiting, running, silent, restarting, finished, stopped, failed), step, total_steps, seconds
+    since the last line, time left, and for a run that stopped or failed its error and end time. Silent means that no line came for
     `SILENT_STEPS` step times and at least `SILENT_S` seconds: stopped, or stuck. `trainer_pid` says which, for a
     trainer on this machine. While there is one, the last step does not mean finished: it may predate a resume with
     more steps.
     """
     rows, run = log.rows, RunDir(log.path.parent)
     end = last_end(run)
+    is_between = end is not None and end.how != DONE and is_restarting(run)
+    if is_between:  # of two trainers
+        end = None
     state: dict = {
-        "state": "waiting",
+        "state": "restarting" if is_between else "waiting",
         "step": None,
         "total_steps": None,
         "since_last_line_s": None,
@@ -244,6 +247,8 @@ def progress(log: MetricsLog, now: float | None = None) -> dict:
         return state | _ended(end)
     if is_whole:
         return state | {"state": "finished", "time_left_s": 0.0}
+    if is_between:
+        return state | {"state": "restarting"}
     if age > max(SILENT_S, SILENT_STEPS * (duration or 0.0)):
         return state | {"state": "silent"}
     if total is not None and duration is not None:

@@ -64,6 +64,10 @@ class Restarted:
     pid: int  # of the `launch.up`
     seconds: float | None = None
 
+    def __str__(self) -> str:
+        end = "" if self.seconds is None else f", back after {self.seconds:.0f} s"
+        return f"{self.what} {self.why}, after step {self.step}{end}"
+
 
 def lock_run(run: RunDir) -> IO:
     """Lock other trainers out of the run directory while the returned file is open; the file names this process."""
@@ -182,6 +186,11 @@ def read_restarts(run: RunDir) -> list[Restarted]:
             with contextlib.suppress(ValueError, TypeError):
                 found.append(Restarted(**json.loads(line)))
     return found
+
+
+def is_restarting(run: RunDir) -> bool:
+    """Whether a `launch.up` on this machine is starting something of the run again."""
+    return any(one.seconds is None and _began(one.pid) is not None for one in read_restarts(run)[-1:])
 
 
 def write_restarts(run: RunDir, restarts: list[Restarted]) -> None:

@@ -111,7 +111,6 @@ class AdapterSync:
             except ReplicasFailed as failed:
                 if self.recovery is None:
                     raise
-                print(f"{failed}", flush=True)
                 self.recovery.bring_back(failed, is_final=attempt > 0)
                 if self.served is None:  # some may serve this version already, under a name that is taken now
                     self._begin_session()
@@ -213,20 +212,18 @@ class AdapterSync:
         scored, failed = ask_all(self.replicas, lambda one: one.score(sequences, self.session, version), probe="score")
         self.canary = {url: compare(scores, policy, base) for url, scores in scored.items()}
         limit = self.config.rollout.max_canary_delta
-        problems = {
-            url: f"the canary of {url} failed: {problem}"
+        wrong = {
+            url: ReplicaError(url, "canary", problem, retry=False)
             for url, result in self.canary.items()
             if (problem := result.problem(limit))
         }
-        for url, error in failed.items():
-            problems[url] = f"the replica at {url} did not score the canary: {error.text}"
-        if problems:
-            serving, hint = self._roll_back(version, failed), restart_hint(self.run, problems | failed)
-            if len(failed) < len(problems):
+        if wrong or failed:
+            problems = [f"the canary of {url} failed: {error.text}" for url, error in wrong.items()]
+            problems += [f"the replica at {url} did not score the canary: {one.text}" for url, one in failed.items()]
+            serving, hint = self._roll_back(version, failed), restart_hint(self.run, wrong | failed)
+            if wrong:
                 hint += " If it happens again, write its base again (python -m merge base)."
-            wrong = {url: ReplicaError(url, "canary", why, retry=False) for url, why in problems.items()}
-            said = f"adapter version {version}: {'; '.join(problems.values())}. {serving} {hint}"
-            raise ReplicasFailed(said, wrong | failed)
+            raise ReplicasFailed(f"adapter version {version}: {'; '.join(problems)}. {serving} {hint}", wrong | failed)
         facts: dict[str, Any] = {"session": self.session, "version": version, "way": self.config.rollout.sync}
         write_canary(self.folder / "canary.json", **facts, sequences=sequences, policy=policy, base=base)
 

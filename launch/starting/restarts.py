@@ -64,7 +64,7 @@ class Restarts:
         """Count and record a restart of `what`; `CheckFailed` with the first and the last cause once all are used up.
         `details` follow the last cause."""
         if len(self.made) == self.most:
-            first = f" The first was {_described(self.made[0])}." if self.made else ""
+            first = f" The first was {self.made[0]}." if self.made else ""
             raise CheckFailed(
                 f"{what} {why}, and --restarts {self.most} are used up.{first}{details and f' {details}'}"
             )
@@ -86,12 +86,7 @@ class Restarts:
 
     def summary(self) -> list[str]:
         """A line for each restart."""
-        return [f"restart {number} of {self.most}: {_described(one)}" for number, one in enumerate(self.made, 1)]
-
-
-def _described(one: Restarted) -> str:
-    end = "" if one.seconds is None else f", back after {one.seconds:.0f} s"
-    return f"{one.what} {one.why}, after step {one.step}{end}"
+        return [f"restart {number} of {self.most}: {one}" for number, one in enumerate(self.made, 1)]
 
 
 @dataclass

@@ -18,7 +18,7 @@ COLUMNS = {"now": "reward_now", "held-out": "heldout_accuracy", "KL": "kl", "ent
 COLUMNS |= {"truncated": "truncated_fraction", "s/step": "seconds.step"}
 # Terminal width below which a column is dropped; narrower terminals drop them in this order.
 LEFT_OUT = {"s/step": 100, "entropy": 92, "truncated": 84, "now": 72, "held-out": 64, "KL": 52}
-STATES = {"running": "green", "finished": "", "silent": "yellow", "waiting": "dim"}
+STATES = {"running": "green", "finished": "", "silent": "yellow", "restarting": "yellow", "waiting": "dim"}
 STATES |= {"stopped": "yellow", "failed": "red"}
 
 

@@ -17,6 +17,7 @@ from kit.core.health import alerts
 from kit.core.metrics_log import RECENT, MetricsLog, group, last_known, mean, number, phases, progress, series
 from kit.core.one_line import one_line
 from kit.core.run_directory import RunDir
+from kit.core.run_state import read_restarts
 from launch.watching.samples import latest_group
 
 TRENDS = {
@@ -164,13 +165,23 @@ def _ending(state: dict) -> Text:
     return Text(said, style="red" if state["state"] == "failed" else "yellow", overflow="fold")
 
 
+def restarts_note(run: RunDir) -> list[Text]:
+    """A line for what `launch.up` has started again, if anything."""
+    if not (made := read_restarts(run)):
+        return []
+    text = Text(f"{len(made)} restart{'s' * (len(made) > 1)}, the last: {made[-1]}", no_wrap=True, overflow="ellipsis")
+    text.stylize("yellow" if made[-1].seconds is None else "dim")
+    return [text]
+
+
 def header(run: RunDir, state: dict) -> Group:
-    """Name, progress bar, time left, and how long the log has been quiet."""
+    """Name, progress bar, time left, how long the log has been quiet, and restarts."""
     title = Text(str(run.path), style="bold", no_wrap=True, overflow="ellipsis")
     pid = state["trainer_pid"]
-    if state["state"] == "waiting":
+    if state["state"] in ("waiting", "restarting") and state["step"] is None:
         who = f" (process {pid} holds the run)" if pid else ""
-        return Group(title, Text(f"waiting for the first step in {run.metrics_file}{who}", overflow="fold"))
+        note = Text(f"waiting for the first step in {run.metrics_file}{who}", overflow="fold")
+        return Group(title, note, *restarts_note(run))
     if state["error"] is not None and state["step"] is None:
         return Group(title, _ending(state))
     step, total, age = state["step"], state["total_steps"], duration(state["since_last_line_s"])
@@ -190,7 +201,7 @@ def header(run: RunDir, state: dict) -> Group:
         note = Text(f"no line for {age}: {why} (see {run.logs})", style="yellow")
     else:
         note = Text(f"last line {age} ago", style="dim")
-    return Group(title, line, note)
+    return Group(title, line, note, *restarts_note(run))
 
 
 def curves_of(row: dict) -> dict[str, str]:

@@ -42,6 +42,8 @@ class FakeReplica(ThreadingHTTPServer):
         self.before: dict[str, Callable[[Any], dict | tuple[int, dict] | None]] = {}
         self.holds: int | None = None
         self.asleep = False
+        self.pid = 1
+        self.is_down = False
         self.noise: dict | None = None
         self.seconds_per_request = 0.0
         self.most_at_once = self._at_once = 0
@@ -78,11 +80,26 @@ class FakeReplica(ThreadingHTTPServer):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
+    def die(self) -> None:
+        """Answer nothing until `come_back`, as a process that is gone and started again."""
+        self.is_down = True
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def come_back(self) -> None:
+        """Be another process: it serves the base."""
+        self.staged, self.served, self.asleep, self.holds = {}, None, False, None
+        self.pid += 1
+        self.is_down = False
+
     def process_request(self, request: Any, client_address: Any) -> None:
         self.connections.append(request)
         super().process_request(request, client_address)
 
     def answer(self, action: str, body: Any, query: dict) -> tuple[int, dict]:
+        if self.is_down:
+            raise ConnectionResetError
         if action in self.refuses:
             status, text = self.refuses[action]
             return status, {"error": text}
@@ -92,7 +109,7 @@ class FakeReplica(ThreadingHTTPServer):
 
     def do_info(self, body: None, query: dict) -> tuple[int, dict]:
         served = self.served and {"way": "remerge", "session": self.served[0], "version": self.served[1]}
-        return 200, {**self.info, "served": served, "asleep": self.asleep, "pid": 1}
+        return 200, {**self.info, "served": served, "asleep": self.asleep, "pid": self.pid}
 
     def do_stage(self, body: Any, query: dict) -> tuple[int, dict]:
         self.staged[query["session"], int(query["version"])] = {"body": body, **query}

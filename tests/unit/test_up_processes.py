@@ -79,10 +79,11 @@ def start_of(folder: Path, port: int, programs: dict[str, str], gpus: tuple[str,
     return Start(config, ["--config", TINY], False, *places, RunDir(folder), made("base"), made("trainer"), servers)
 
 
-def run(folder: Path, port: int, programs: dict[str, str], gpus: tuple[str, ...] = ()) -> int:
+def run(folder: Path, port: int, programs: dict[str, str], gpus: tuple[str, ...] = (), restarts: int = 0) -> int:
     """As a command of its own would run it; used by the tests and, in another process, by `DRIVER`."""
     up.check_answer, up.server_plans = lambda *_: None, lambda *_: start.servers
     start = start_of(folder, port, programs, gpus)
+    start.restarts = restarts
     return up.Up(start).run()
 
 
@@ -108,8 +109,8 @@ def stand_ins(tmp_path, port, monkeypatch):
     for name in ("check_answer", "server_plans"):
         monkeypatch.setattr(up, name, getattr(up, name))  # restored after `run` replaces them
 
-    def make(gpus: tuple[str, ...] = (), **programs: str) -> int:
-        return run(tmp_path, port, programs, gpus)
+    def make(gpus: tuple[str, ...] = (), restarts: int = 0, **programs: str) -> int:
+        return run(tmp_path, port, programs, gpus, restarts)
 
     return make
 
