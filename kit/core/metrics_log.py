@@ -211,10 +211,10 @@ def progress(log: MetricsLog, now: float | None = None) -> dict:
     """Progress of a run: its state, step and times, and the error of one that stopped or failed.
 
     The keys are state (waiting, running, silent, restarting, finished, stopped, failed), step, total_steps, seconds
-    since the last line, time left, and for a run that stopped or failed its error and end time. Silent means that no line came for
-    `SILENT_STEPS` step times and at least `SILENT_S` seconds: stopped, or stuck. `trainer_pid` says which, for a
-    trainer on this machine. While there is one, the last step does not mean finished: it may predate a resume with
-    more steps.
+    since the last line, time left, and for a run that stopped or failed its error and end time. Silent means that no
+    line came for `SILENT_STEPS` step times and at least `SILENT_S` seconds: stopped, or stuck. `trainer_pid` says
+    which, for a trainer on this machine. While there is one, the last step does not mean finished: it may predate a
+    resume with more steps.
     """
     rows, run = log.rows, RunDir(log.path.parent)
     end = last_end(run)
