@@ -44,7 +44,7 @@ PROMPT = ("system_prompt", "prompt_suffix", "chat_template_kwargs", "format")
 def main(argv: list[str]) -> int:
     """Measure, compare, write endpoint.json; return 0 unless the endpoint is shown to be worse or out of limits."""
     arguments, overrides = parse_arguments(argv)
-    run = RunDir.open(arguments.run)
+    run = RunDir.open(arguments.run, arguments.allow_own_code)
     overrides = [*overrides, "--eval.backend=server"]
     config, training, place = evaluation_config(run, arguments, overrides)
     check_backend("server", config.eval.temperature, config.eval.samples)

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     add_configuration(parser)
     parser.add_argument("--dry_run", action="store_true", help="judge and print, but do not write the manifest")
     arguments, overrides = parser.parse_known_args(argv)
-    run = RunDir.open(arguments.run)
+    run = RunDir.open(arguments.run, arguments.allow_own_code)
     config = run_config(run, overrides, arguments.config)
     file = (arguments.out or run.path) / "eval.json"
     result = read_result(file, run)

@@ -131,7 +131,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def find_measured(arguments: argparse.Namespace, overrides: list[str]) -> Measured:
     """Return the cell, its checkpoint and its problems, checked to be those of eval.json."""
-    run = RunDir.open(arguments.run)
+    run = RunDir.open(arguments.run, arguments.allow_own_code)
     own = run_config(run, overrides, arguments.config)
     name, folder = arguments.format or own.eval.gate.format, arguments.out or run.path
     result = read_result(folder / "eval.json", run)

@@ -5,15 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from eval.tasks import TASKS
+from kit.core.own_code import add_flag
 from merge.options import add_run
 
 
 def command_parser(
-    command: str, description: str, out: str, takes_adapter: bool = False, **settings: Any
+    command: str, description: str, out: str, takes_adapter: bool = False, may_import: bool = True, **settings: Any
 ) -> argparse.ArgumentParser:
     """A parser for `python -m eval <command>` with --run and --out; `out` is the help text of the latter.
 
-    With `takes_adapter`, an adapter that no run of this kit trained can be named instead of a run.
+    With `takes_adapter`, an adapter that no run of this kit trained can be named instead of a run; with `may_import`,
+    code that the run's configuration names may be allowed.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m eval {command}".rstrip(),
@@ -26,6 +28,8 @@ def command_parser(
         add_run(parser)
     else:
         parser.add_argument("--run", required=True, help="run directory, e.g. runs/tiny")
+        if may_import:
+            add_flag(parser)
     named = ", which it names without --run" if takes_adapter else ""
     parser.add_argument("--out", type=Path, help=f"{out}; default: the run directory{named}")
     return parser

@@ -17,7 +17,7 @@ PICTURES = "report-pictures"  # of report.md, replaced as a whole
 
 def main(argv: list[str]) -> int:
     """Write report.html and report.md from the files that exist, and eval.md and eval.png if there is an eval.json."""
-    arguments = command_parser("report", __doc__, "folder that holds eval.json").parse_args(argv)
+    arguments = command_parser("report", __doc__, "folder that holds eval.json", may_import=False).parse_args(argv)
     run = RunDir.open(arguments.run)
     folder = arguments.out or run.path
     if not folder.is_dir():

@@ -42,7 +42,8 @@ import numpy as np
 from eval import plots
 from eval.cells import read_records, records_file
 from eval.stats import cluster_interval, paired_difference, runs_interval
-from kit.core.config.load import load_config
+from kit.core import own_code
+from kit.core.config.load import load_config, to_dict
 from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
 from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput, CheckFailed, run_command
@@ -134,13 +135,14 @@ class Study:
         run = self.run(arm, seed, name)
         formats = self.options.formats if name is None else [name]
         wanted = ["bf16", *formats]
+        given = ["--run", str(run.path), *own_code.flags(to_dict(self.config))]
         if lacking := [one for one in wanted if not (run.merged / "grpo" / one / MANIFEST).is_file()]:
             # The base's checkpoint of an interrupted merge may be there without the policy's.
-            words = ["-m", "merge", "--run", str(run.path), "--overwrite", "--format", *lacking]
+            words = ["-m", "merge", *given, "--overwrite", "--format", *lacking]
             self.command(run, "merge", words)
         known = read_json(run.eval_file)["matrix"]["grpo"] if run.eval_file.is_file() else {}
         if not set(formats) <= known.keys():
-            words = ["-m", "eval", "--run", str(run.path), "--formats", "bf16", *formats]
+            words = ["-m", "eval", *given, "--formats", "bf16", *formats]
             self.command(run, "eval", [*words, "--samples", str(self.options.samples)])
 
     def train_and_judge(self, arm: str, seed: int, name: str) -> None:

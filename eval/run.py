@@ -114,7 +114,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
 
 def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
     """Return the checked plan; `BadInput` or `CheckFailed` before any weight is loaded."""
-    run = RunDir.open(arguments.run)
+    run = RunDir.open(arguments.run, arguments.allow_own_code)
     config, training, place = evaluation_config(run, arguments, overrides)
     check_backend(config.eval.backend, config.eval.temperature, config.eval.samples)
     formats = artifacts.check_formats(arguments.formats or config.eval.formats)

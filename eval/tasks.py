@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.score import MATH, Answered, Judgement, Scoring
+from kit.core import own_code
 from kit.core.config.load import resolve
 from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import BadInput, CheckFailed, did_you_mean
@@ -177,6 +178,7 @@ def _named_options(config: Config, name: str) -> dict:
         raise BadInput(f"eval.reward {name} counts a run's tokens and does not judge answers. Use another reward.")
     _check_code(config, name, REWARDS[name])
     given = {key: value for key, value in config.reward.options.items() if key == name}
+    own_code.check_service(name, given.get(name) or {}, "eval.reward")
     options = checked_options(given, [name])[name]
     options |= placed_options(name, options, None)
     if name in MODELS:
@@ -197,6 +199,8 @@ def _check_code(config: Config, name: str, function: Callable) -> None:
             f"{name} runs code that the model wrote. Allow it with --allow_code_execution, or in the run's YAML with "
             "reward.allow_code_execution: true. reward/README.md describes what the sandbox blocks."
         )
+    if getattr(function, "executes_code", False):
+        own_code.check_consent("reward.allow_code_execution")
 
 
 COLUMNS = ("prompts", "completions", "gold", "problem_id")

@@ -14,6 +14,9 @@ from kit.core.errors import BadInput, did_you_mean
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "recipes/configs"
+# A run, adapter or checkpoint has one of these. It may come from elsewhere and hold a torch.py, so Python looks for no
+# modules there. A function that the configuration names is still found.
+OF_A_RUN = ("base.json", "metrics.jsonl", "adapter_config.json", "manifest.json", "model.safetensors")
 
 
 class Command(NamedTuple):
@@ -98,12 +101,14 @@ def module_arguments(command: Command, arguments: list[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment with the kit's rooms first on Python's path, and the working directory last; messages
-    of its processes name the commands of `kit`.
+    """This process's environment with the kit's rooms first on Python's path, and the working directory last if it
+    is not `OF_A_RUN`; messages of its processes name the commands of `kit`.
 
     `python -m` would put the working directory first, where a file of yours such as reward.py would hide the kit's.
     """
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(Path.cwd())]
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if not any((Path.cwd() / name).is_file() for name in OF_A_RUN):
+        paths.append(str(Path.cwd()))
     names = {" ".join(command.words): name for name, command in COMMANDS.items()}
     found = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONSAFEPATH": "1", VARIABLE: json.dumps(names)}
     return {**os.environ, **found}

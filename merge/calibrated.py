@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from kit.core.errors import BadInput
+from kit.core.own_code import OwnCodeHeldBack
 from kit.core.run_directory import RunDir, publish, write_manifest
 from kit.weights.checkpoint import checkpoint_shards
 from kit.weights.frozen_base import BaseCheckpoint
@@ -53,6 +54,8 @@ def calibration_set(run: RunDir, tokenizer: Any, samples: int, max_length: int) 
     if completions < samples:
         try:
             prompts = [prompt for prompt in _training_prompts(run, tokenizer) if prompt not in texts]
+        except OwnCodeHeldBack:
+            raise
         except BadInput as error:
             prompts, reason = [], str(error)
         missing = samples - completions

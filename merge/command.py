@@ -32,7 +32,7 @@ class Merge:
         self.reuse = reuse
         self._sources: dict[str, bool] = {}  # cached by policy, since every file is hashed
         self.into = arguments.into
-        self.run = RunDir.open(arguments.run)
+        self.run = RunDir.open(arguments.run, arguments.allow_own_code)
         self.info = self.run.base()
         self.policies = [name for name in POLICIES if name in arguments.policy]
         self.out = arguments.out or self.run.merged_into(self.into)

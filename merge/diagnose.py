@@ -58,7 +58,7 @@ class Diagnosis:
         from merge.verify import base_directory, check_adapter_base
 
         self.arguments = arguments
-        self.run = RunDir.open(arguments.run)
+        self.run = RunDir.open(arguments.run, arguments.allow_own_code)
         self.info = self.run.base()
         self.pattern = _pattern(arguments.layers)
         self.adapter = arguments.adapter or self.run.newest_adapter()

@@ -49,7 +49,7 @@ class Checkpoint:
 def main(argv: list[str]) -> int:
     """Check, convert and verify each requested type; return 0 once all are published."""
     arguments = gguf_parser().parse_args(argv)
-    run = RunDir.open(arguments.run)
+    run = RunDir.open(arguments.run, arguments.allow_own_code)
     merged = run.merged_into(arguments.into)
     out = arguments.out or merged
     places = {name: out / arguments.policy / f"{PREFIX}{name}" for name in arguments.type}

@@ -64,7 +64,7 @@ def import_of(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> "
             "run directory to make of it, e.g. --out runs/theirs."
         )
     options = import_parser().parse_args(["--adapter", str(arguments.adapter), "--out", str(arguments.out)])
-    for name in ("base", "base_storage", "prompts", "config", "dry_run"):
+    for name in ("base", "base_storage", "prompts", "config", "dry_run", "allow_own_code"):
         setattr(options, name, getattr(arguments, name, None))  # merge has no --config, diagnose no --dry_run
     return Import(options, list(overrides))
 
@@ -77,7 +77,7 @@ def run_of(arguments: argparse.Namespace) -> RunDir | None:
     """
     if arguments.run is not None:
         check_run_alone(arguments)
-        return RunDir.open(arguments.run)
+        return RunDir.open(arguments.run, arguments.allow_own_code)
     made = import_of(arguments)
     run = made.existing() if made.out.exists() else None
     if run is None:
@@ -99,6 +99,7 @@ class Import:
 
     def __init__(self, options: argparse.Namespace, overrides: list[str]):
         self.adapter, self.out, self.dry_run = Path(options.adapter), Path(options.out), bool(options.dry_run)
+        self.allow_own_code = bool(getattr(options, "allow_own_code", False))  # of a run that exists
         if not is_plain_adapter(self.adapter):
             raise BadInput(_no_plain_adapter(self.adapter))
         self.settings = read_plain(self.adapter)
@@ -234,7 +235,7 @@ class Import:
 
     def existing(self) -> RunDir:
         """The run at --out if it was made of this adapter and base; `BadInput` if not."""
-        run = RunDir.open(self.out)
+        run = RunDir.open(self.out, self.allow_own_code)
         there = config_from_dict(run.config(), str(run.config_file))
         origin = read_manifest(run.adapter_dir(0), "adapter", deep=True).get("imported_from") or {}
         same = (there.model, stored_as(there)) == (self.config.model, stored_as(self.config))

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from kit.core.gguf_types import GGUF_TYPES
+from kit.core.own_code import add_flag
 from kit.core.run_directory import INTO
 
 LLAMACPP_PYTHON = Path(".venv-llamacpp/bin/python")
@@ -68,6 +69,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--adapter", type=Path, help="adapter directory; default: the run's newest whole one")
     parser.add_argument("--base", type=Path, help="the original checkpoint, if it is not where base.json says")
+    add_flag(parser)
     add_base_storage(parser)
 
 
@@ -119,6 +121,7 @@ def gguf_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     parser.add_argument("--skip_verify", action="store_true", help="do not compute with the file (verify: null)")
+    add_flag(parser)
     parser.add_argument(
         "--dry_run", action="store_true", help="check architecture and tokenizer, print what would be written"
     )

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kit.core.config.load import load_config
+from kit.core import own_code
+from kit.core.config.load import load_config, to_dict
 from kit.core.config.recipe import recipe_of
 from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, run_command
@@ -64,6 +65,7 @@ class Study:
             raise BadInput(f"--seeds names a seed twice: {options.seeds}.")
         self.runs = {seed: self.config.run.directory.with_name(self.name(seed)) for seed in options.seeds}
         self.out = options.out or self.config.run.directory.with_name(f"{self.config.run.name}-study")
+        self.own_code = own_code.flags(to_dict(self.config))
 
     def name(self, seed: int) -> str:
         return f"{self.config.run.name}-seed{seed}"
@@ -71,6 +73,7 @@ class Study:
     def commands(self, seed: int) -> Iterator[Command]:
         """Yield (name, arguments of python, accepted exit codes) for what this seed lacks, checked before each one."""
         run, place = RunDir(self.runs[seed]), str(self.runs[seed])
+        given = ["--run", place, *self.own_code]
         if not is_trained(run, self.config.train.max_steps):
             own = ["--run.name", self.name(seed), "--run.seed", str(seed), "--run.output_dir", place]
             launch = ["-m", "accelerate.commands.launch", "--config_file", self.options.launcher]
@@ -86,12 +89,12 @@ class Study:
             yield f"seed {seed}: GRPO", train, (DONE,)
         # The nf4 cells of the evaluation are the NF4 base with and without the adapter: nothing is merged for them.
         if merged := [name for name in self.formats if name != "nf4" and not is_merged(run, name)]:
-            yield f"seed {seed}: merge", ["-m", "merge", "--run", place, "--format", *merged], (DONE,)
+            yield f"seed {seed}: merge", ["-m", "merge", *given, "--format", *merged], (DONE,)
         if not (run.path / "diagnostics.json").is_file():
-            yield f"seed {seed}: layers", ["-m", "merge", "diagnose", "--run", place, "--tokens"], (DONE,)
+            yield f"seed {seed}: layers", ["-m", "merge", "diagnose", *given, "--tokens"], (DONE,)
         if not is_evaluated(run, self.formats):
-            yield f"seed {seed}: eval", ["-m", "eval", "--run", place, "--formats", *self.formats], (DONE,)
-        yield f"seed {seed}: gate", ["-m", "eval", "gate", "--run", place], (DONE, CHECK_FAILED)
+            yield f"seed {seed}: eval", ["-m", "eval", *given, "--formats", *self.formats], (DONE,)
+        yield f"seed {seed}: gate", ["-m", "eval", "gate", *given], (DONE, CHECK_FAILED)
         served = [name for name in self.formats if name != "nf4"]  # its cells are the run's NF4 base, not a checkpoint
         if self.options.serving and seed == self.options.seeds[0] and not is_served(run, served):
             serve = ["-m", "eval.serving", "--run", place, "--formats", *served, "--batches", *self.options.batches]

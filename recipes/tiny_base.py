@@ -263,7 +263,7 @@ def supervise(model: "Qwen3ForCausalLM | Qwen3MoeForCausalLM", rows: list[Row], 
                     raise CheckFailed(
                         f"a training process ended with exit code {ended.exitcode}; --processes 1 needs none."
                     )
-        model.load_state_dict(torch.load(Path(folder) / "weights.pt"))
+        model.load_state_dict(torch.load(Path(folder) / "weights.pt", weights_only=True))
 
 
 def padded_batch(rows: list[Row]) -> "tuple[torch.Tensor, torch.Tensor]":

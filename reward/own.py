@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.core import own_code
 from kit.core.errors import BadInput, CheckFailed, KitError
 from kit.core.progress import beat
 
@@ -74,7 +75,8 @@ def is_async(function: Callable) -> bool:
 
 def imported(name: str, key: str, may_be_async: bool = False, kinds: tuple[type, ...] = ()) -> Any:
     """Import the function of `module:function`, or an instance of one of `kinds`; `BadInput`, prefixed with the
-    configuration's `key`, if there is none or it is async and may not be."""
+    configuration's `key`, if only a run directory names it, there is none, or it is async and may not be."""
+    own_code.check(name, key)
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

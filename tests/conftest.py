@@ -30,6 +30,7 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from kit.core import own_code
 from kit.core.config.recipe import PLAIN
 from kit.core.errors import run_command
 from kit.core.run_directory import RunDir
@@ -89,6 +90,13 @@ def no_autocast_left_on():
     if torch is not None and getattr(torch, "is_autocast_enabled", None) and torch.is_autocast_enabled("cpu"):
         torch.set_autocast_enabled("cpu", False)
         pytest.fail("autocast is still on")
+
+
+@pytest.fixture(autouse=True)
+def own_code_forgotten():
+    """What a test's configurations and runs name as code is nothing to the next test."""
+    yield
+    own_code.reset()
 
 
 @dataclass

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kit.core import own_code
 from kit.core.errors import BadInput
 
 if TYPE_CHECKING:
@@ -313,8 +314,9 @@ def stored_as(config: "Config") -> dict[str, Any]:
 class RunDir:
     """Paths and readers of one run directory (layout in README.md)."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, allow_own_code: bool = False):
         self.path = Path(path)
+        self.allow_own_code = allow_own_code  # whether the code that its config.json names may be imported
         self.config_file = self.path / "config.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.ledger_file = self.path / "ledger.jsonl"
@@ -332,9 +334,9 @@ class RunDir:
         self.replaces = False  # whether --overwrite replaces the existing run
 
     @classmethod
-    def open(cls, path: str | Path) -> "RunDir":
+    def open(cls, path: str | Path, allow_own_code: bool = False) -> "RunDir":
         """Open an existing run; raises `BadInput` if `path` is not one."""
-        run = cls(path)
+        run = cls(path, allow_own_code)
         if not run.path.is_dir():
             raise BadInput(f"no run directory at {run.path} (seen from {Path.cwd()}).")
         if not run.config_file.is_file():
@@ -347,8 +349,16 @@ class RunDir:
         return shlex.quote(str(self.path))
 
     def config(self) -> dict:
-        """The resolved configuration, as nested dictionaries (`read_json(config.json)["config"]`)."""
-        return read_json(self.config_file)["config"]
+        """The resolved configuration, as nested dictionaries (`read_json(config.json)["config"]`).
+
+        The code that it names is held back from then on, or with `allow_own_code` trusted.
+        """
+        values = read_json(self.config_file)["config"]
+        if self.allow_own_code:
+            own_code.trust(values)
+        else:
+            own_code.hold_back(values, self.config_file)
+        return values
 
     def base(self) -> dict:
         """Hash and storage of the frozen base (base.json)."""

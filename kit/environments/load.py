@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from kit.core import own_code
 from kit.core.config.schema import Config, EnvironmentConfig
 from kit.core.errors import BadInput
 from kit.environments.episode import Environment
@@ -27,6 +28,7 @@ def load_environment(config: Config) -> Environment | None:
     if not given.is_given:
         return None
     if given.factory in ADAPTERS:
+        own_code.check_service(given.factory, given.options, "environment.factory")
         adapter = imported(ADAPTERS[given.factory], "environment.factory")
         environment: Environment = adapter(given, **checked_options(adapter, given.options))
     else:
@@ -56,6 +58,7 @@ def _tool(name: str, config: Config) -> Tool:
             "environment.allow_code_execution to true to let it, after reading in reward/README.md what the sandbox "
             "protects against."
         )
+    own_code.check_consent("environment.allow_code_execution")
     from kit.environments.python_tool import python_tool
 
     return python_tool(config.environment.tool_timeout_s, config.environment.isolation)

@@ -116,6 +116,14 @@ def test_a_file_of_the_user_hides_no_module_of_the_kit_and_can_be_imported(tmp_p
     assert kit("reward", "--help", cwd=tmp_path).returncode == 0
 
 
+def test_python_finds_no_module_in_a_working_directory_that_is_a_run(tmp_path):
+    for name in ("numpy.py", "sitecustomize.py", "planted.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran.txt')!r}, 'w')")
+    (tmp_path / "metrics.jsonl").touch()
+    done = kit("python", "-c", "import importlib.util as u, numpy; print(u.find_spec('planted'))", cwd=tmp_path)
+    assert (done.stdout, (tmp_path / "ran.txt").exists()) == ("None\n", False), done.stderr
+
+
 def test_the_exit_code_is_that_of_the_module(tmp_path):
     done = kit("merge", "--run", str(tmp_path / "none"), "--format", "fp8")
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -2,6 +2,7 @@
 
 Precedence: default < YAML < command line (`--train.learning_rate 1e-4`). An unknown key or a wrong type or choice is
 an error that names the key, its source and the nearest valid key. Checks across keys are in `checks.py`.
+The code that a YAML or a command line names is trusted (`own_code.py`).
 """
 
 import argparse
@@ -14,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from kit.core import chat
+from kit.core import chat, own_code
 from kit.core.config.field_types import StrictLoader, literals, match_type, spell_type
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput, did_you_mean
@@ -71,22 +72,18 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), flags: t
             raise BadInput(f"{path} is not YAML: {error}") from None
         if not isinstance(values, dict):
             raise BadInput(f"{path} must hold the groups {', '.join(_names(Config))}; it holds {values!r:.60}.")
-    return resolve(values, overrides, str(path or "defaults"), flags)
+    config = resolve(values, overrides, str(path or "defaults"), flags)
+    own_code.trust(to_dict(config))
+    return config
 
 
 def resolve(values: dict, overrides: Sequence[str], where: str, flags: tuple[str, ...] = FLAGS) -> Config:
     """The checked configuration of nested dictionaries with command-line overrides; `where` names their source."""
-    values = _written_out(values)
+    values, typed = _written_out(values), dict[str, Any]()
     for key, value in _split_overrides(list(overrides), flags):
-        *groups, leaf = key.split(".")
-        target = values
-        for group in groups:
-            if target.get(group) is None:  # a group left empty in the YAML
-                target[group] = {}
-            target = target[group]
-            if not isinstance(target, dict):
-                raise BadInput(f"--{key}: {group} is not a group of keys.")
-        target[leaf] = value
+        _set(values, key, value)
+        _set(typed, key, value)
+    own_code.trust(typed)
     return config_from_dict(values, f"{where} and the command line" if overrides else where)
 
 
@@ -164,6 +161,18 @@ def _written_out(values: dict) -> dict:
 
 def _names(kind: type) -> list[str]:
     return [item.name for item in dataclasses.fields(kind)]
+
+
+def _set(values: dict, key: str, value: Any) -> None:
+    """Set a dotted key of nested dictionaries."""
+    *groups, leaf = key.split(".")
+    for group in groups:
+        if values.get(group) is None:  # a group left empty in the YAML
+            values[group] = {}
+        values = values[group]
+        if not isinstance(values, dict):
+            raise BadInput(f"--{key}: {group} is not a group of keys.")
+    values[leaf] = value
 
 
 def _nearest(key: str, group: list[str]) -> str:
