@@ -6,11 +6,12 @@ external link.
 """
 
 import base64
-import html
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from kit.core.one_line import as_paragraph, in_markdown, printable
 
 NUMBER = re.compile(r"[+\-−]?[\d.,]+(e[+\-]?\d+)?( ?[%×])?|–")
 
@@ -120,8 +121,8 @@ def _render(template: str, **values: object) -> str:
         "kind": lambda block: type(block).__name__,
         "anchor": _anchor,
         "base64": _base64,
-        "inline": _inline,
-        "plain": _plain,
+        "inline": in_markdown,
+        "plain": as_paragraph,
         "fenced": _fenced,
     }
     return environment.get_template(template).render(values)
@@ -131,25 +132,8 @@ def _anchor(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "section"
 
 
-def printable(text: object) -> str:
-    """Replace the characters that neither HTML nor SVG can hold."""
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", str(text))
-
-
 def _base64(content: bytes) -> str:
     return base64.b64encode(content).decode()
-
-
-def _inline(text: object) -> str:
-    """Text on one line, with HTML and Markdown syntax escaped."""
-    flat = " ".join(printable(text).split())
-    return html.escape(re.sub(r"([\\`*\[\]|~])", r"\\\1", flat), quote=False)
-
-
-def _plain(text: object) -> str:
-    """Like `_inline`, for the start of a line, where symbols and numbers would begin a heading or a list."""
-    shown = re.sub(r"^([#+\-=])", r"\\\1", _inline(text))
-    return re.sub(r"^(\d+)([.)])", r"\1\\\2", shown)
 
 
 def _fenced(lines: Sequence[str]) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval.compare import points
-from eval.document import printable
 from eval.naming import name_of, policy_name
 from kit.core.formats import FORMATS
 from kit.core.metrics_log import SMOOTH, smooth, smoothing
+from kit.core.one_line import printable
 from kit.core.run_directory import naming
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from rich.live import Live
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser, run_command
 from kit.core.health import alerts
 from kit.core.metrics_log import ENDED, RECENT, MetricsLog, mean, number, open_run, progress, series
+from kit.core.one_line import printable
 from kit.core.run_directory import RunDir
 from kit.core.run_state import read_restarts
 from launch.watching.compare import common_step, frame_of_runs
@@ -99,7 +100,7 @@ def follow_lines(run: RunDir, log: MetricsLog, interval_s: float) -> None:
                 printed = row["step"]
         if state["state"] in ENDED:
             if state["error"] is not None:
-                print(how_it_ended(state), flush=True)
+                print(printable(how_it_ended(state)), flush=True)
             return
         if not log.rows and not waited:
             print(f"waiting for the first step in {run.metrics_file}", flush=True)

@@ -18,6 +18,7 @@ from kit.core.errors import DONE, BadInput
 from kit.core.formats import FORMATS
 from kit.core.gguf_types import GGUF_TYPES, PREFIX
 from kit.core.installed import installed_versions
+from kit.core.one_line import as_paragraph, in_markdown
 from kit.core.run_directory import INTO, MANIFEST, RunDir, manifest_as_written, read_json, read_manifest
 from merge import hub
 from merge.card_usage import usage
@@ -271,11 +272,12 @@ def front_matter(config: dict, manifest: dict) -> str:
     learned = "qlora" if storage(config) == "nf4" else "lora"
     tags = [*method, learned] if manifest["policy"] == "grpo" else []
     tags += ["quantization-aware"] if manifest.get("trained_for") == manifest["format"] and tags else []
-    return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in [*tags, manifest["format"]]), "---"])
+    return "\n".join([*lines, "tags:", *(f"- {json.dumps(tag)}" for tag in [*tags, manifest["format"]]), "---"])
 
 
 def introduction(config: dict, manifest: dict) -> str:
-    model, name, form = look_up(config, "model.id"), look_up(config, "run.name"), manifest["format"]
+    model, name = (in_markdown(look_up(config, key)) for key in ("model.id", "run.name"))
+    form = manifest["format"]
     dequantized = manifest.get("into", INTO[0]) == INTO[0]
     called = CALLED[storage(config)]
     weights = "its original weights"
@@ -288,15 +290,16 @@ def introduction(config: dict, manifest: dict) -> str:
         trained = f"trained with {how} on {base} in run {name}"
         if is_imported(config):
             trained = (
-                f"with an adapter that another program trained, {Path(look_up(config, 'run.imported_from')).name}"
+                f"with an adapter that another program trained, "
+                f"{in_markdown(Path(str(look_up(config, 'run.imported_from'))).name)}"
             )
         what = f"{model} {trained}; the adapter is merged into {weights}"
     aware = quantization_aware(manifest)
-    reader = FORMATS[form].stores if form in FORMATS else form
+    reader = FORMATS[form].stores if form in FORMATS else in_markdown(form)
     if kind := gguf_type(manifest):
         reader = f"llama.cpp, Ollama and others that take GGUF; {GGUF_TYPES[kind].stores}"
     policy = IMPORTED if is_imported(config) and manifest["policy"] == "grpo" else manifest["policy"]
-    return f"# {name}, {policy}, {form}\n\n{what}.{aware}\n\nRead by {reader}."
+    return f"# {name}, {in_markdown(policy)}, {in_markdown(form)}\n\n{what}.{aware}\n\nRead by {reader}."
 
 
 def gguf_type(manifest: dict) -> str:
@@ -308,10 +311,10 @@ def quantization_aware(manifest: dict) -> str:
     """A sentence, with a leading space, on the format that the run was trained for; empty for other runs."""
     if (own := manifest.get("trained_for")) is None:
         return ""
-    text = f" The training was quantization-aware: the policy computed with the numbers of {own}"
+    text = f" The training was quantization-aware: the policy computed with the numbers of {in_markdown(own)}"
     if own == manifest["format"]:
         return f"{text}, which is what this checkpoint stores."
-    return f"{text}. This checkpoint is {manifest['format']}, which it was not trained for."
+    return f"{text}. This checkpoint is {in_markdown(manifest['format'])}, which it was not trained for."
 
 
 def origin(config: dict, base: dict, manifest: dict) -> str:
@@ -319,7 +322,7 @@ def origin(config: dict, base: dict, manifest: dict) -> str:
     rows = [
         ("model", code(look_up(config, "model.id"))),
         ("revision", code(base.get("revision")) if base.get("revision") else "–"),
-        ("merged into", f"{manifest.get('into', INTO[0])} base"),
+        ("merged into", in_markdown(f"{manifest.get('into', INTO[0])} base")),
         (f"{CALLED[storage(config)]} base, BLAKE2b", code(manifest["base_hash"])),
     ]
     if manifest["policy"] == "grpo":
@@ -360,7 +363,7 @@ def training(run: RunDir, manifest: dict) -> str:
         return f"{sum(values) / len(values):.4g}" if values else "–"
 
     first, end = rows[:WINDOW], rows[-WINDOW:]
-    start, finish = (f"steps {rows[0]['step']} to {rows[-1]['step']}" for rows in (first, end))
+    start, finish = (in_markdown(f"steps {rows[0]['step']} to {rows[-1]['step']}") for rows in (first, end))
     head = ("metric, mean", start, finish)
     shown = [key for key in METRICS if any(key in row for row in rows)]
     return table("## Training", head, [(key, mean(first, key), mean(end, key)) for key in shown])
@@ -383,9 +386,9 @@ def checks(config: dict, manifest: dict) -> str:
     if kept is not None:
         lines.append(f"The stored weights keep {kept:.2%} of the adapter's update.")
     elif reason := manifest.get("no_retained_update"):
-        lines.append(f"The share of the adapter's update that is kept was not computed: {reason}.")
+        lines.append(f"The share of the adapter's update that is kept was not computed: {in_markdown(reason)}.")
     if found and (to := found.get("policy_with")):
-        lines.append(f"The policy computed with {to} there.")
+        lines.append(f"The policy computed with {in_markdown(to)} there.")
     if calibration := manifest.get("calibration"):
         if "quantizers" in calibration:
             lines.append(f"Activation scales come from the training's quantizers, {code(calibration)}.")
@@ -421,9 +424,11 @@ def evaluation(run: RunDir, manifest: dict) -> str:
         return f"{title}The run's eval.json holds no result."
     same_adapter = manifest["policy"] == "base" or result.get("adapter_hash") == manifest["adapter_hash"]
     if result.get("base_hash") != manifest["base_hash"] or not same_adapter:
-        return f"{title}The run's evaluation is of another adapter (version {result.get('adapter_version')})."
+        version = in_markdown(result.get("adapter_version"))
+        return f"{title}The run's evaluation is of another adapter (version {version})."
     if manifest.get("into", INTO[0]) != result.get("into", INTO[0]):
-        return f"{title}The run's evaluation is of checkpoints merged into the {result.get('into', INTO[0])} base."
+        into = in_markdown(result.get("into", INTO[0]))
+        return f"{title}The run's evaluation is of checkpoints merged into the {into} base."
     policies = [policy for policy in POLICIES if policy in result["matrix"]]
     formats = [name for name in FORMATS if any(name in result["matrix"][policy] for policy in policies)]
     rows = [
@@ -432,8 +437,8 @@ def evaluation(run: RunDir, manifest: dict) -> str:
     ]
     promoted = ["Promoted by the run's evaluation gate."] if manifest.get("promoted") else []
     text = table(title.strip(), ("format", *(f"{policy}, accuracy" for policy in policies), "gain"), rows)
-    said = f"{result.get('n')} held-out problems, 95 % intervals, {result.get('date')}."
-    return "\n\n".join([text, said, *promoted, *str(result.get("conclusion") or "").splitlines()])
+    said = as_paragraph(f"{result.get('n')} held-out problems, 95 % intervals, {result.get('date')}.")
+    return "\n\n".join([text, said, *promoted, *map(as_paragraph, str(result.get("conclusion") or "").splitlines())])
 
 
 def _accuracy(cell: dict | None) -> str:
@@ -454,8 +459,8 @@ def software(facts: dict, manifest: dict) -> str:
     """Table of the package versions at training and at merging."""
     trained, merged = facts.get("versions") or {}, installed_versions(PACKAGES)
     names = [*merged, *(name for name in trained if name not in merged)]
-    rows = [(name, trained.get(name, "–"), merged.get(name, "–")) for name in names]
-    made = f"Merged {manifest['created']}."
+    rows = [tuple(map(in_markdown, (name, trained.get(name, "–"), merged.get(name, "–")))) for name in names]
+    made = f"Merged {in_markdown(manifest['created'])}."
     if revision := facts.get("git_revision"):
         made += f" Code of the training: {code(revision)}."
     then = "import" if is_imported(facts["config"]) else "training"

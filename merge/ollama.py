@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.core.chat import model_stop_tokens
+from kit.core.errors import BadInput
 from merge.chat_template import prepended
 
 OLLAMA = "0.30.11"  # the first version whose `generate` renders by the file's template too
@@ -35,7 +36,10 @@ def modelfile(config: dict, checkpoint: Path, tokenizer: Any, file: str) -> str:
         lines.append(instruction("SYSTEM", system))
     if suffix := data.get("prompt_suffix"):
         lines.insert(0, f"# The training appended {suffix!r} to every question; a Modelfile cannot.")
-    lines += [f"PARAMETER {key} {value}" for key, value in parameters(config).items()]
+    for key, value in parameters(config).items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadInput(f"the run's config.json has {value!r:.60} where {key} of the Modelfile needs a number.")
+        lines.append(f"PARAMETER {key} {value}")
     if texts := (config.get("rollout") or {}).get("stop"):
         lines.append("# Completions of the training end with these texts, which Ollama leaves out of its answer.")
         lines += [instruction("PARAMETER stop", text) for text in texts]

@@ -143,7 +143,9 @@ def _tell(message: str) -> None:
     if (rank := os.environ.get("RANK", "0")) != "0":
         time.sleep(ALONE_S)
         message = f"process {rank}: {message}"
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    from kit.core.one_line import printable  # it may quote a file, a model or a server
+
+    print(f"error: {printable(message)}", file=sys.stderr, flush=True)
 
 
 def _is_command() -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from kit.core.config.schema import Config
+from kit.core.one_line import in_comment
 from kit.core.run_directory import publish
 from kit.data.problems import Problem, chat_messages, read_problems
 from launch.export.translate import Translation, epochs
@@ -107,7 +108,7 @@ def words(translation: Translation) -> list[str]:
 def run_file(translation: Translation, command: str) -> str:
     lines = " \\\n".join(f"  {shlex.quote(word)}" for word in words(translation))
     return f"""#!/usr/bin/env bash
-# Written by: {command}
+# Written by: {in_comment(command)}
 # For verl's environment, on the head node of a running Ray cluster (one machine needs none). The files beside this one
 # and the kit's checkout must be where they are on every node. Further overrides can follow: ./run.sh key=value
 set -euo pipefail
@@ -131,7 +132,7 @@ def yaml_file(translation: Translation, command: str) -> str:
         "defaults": ["ppo_trainer", "_self_"],
     }
     return (
-        f"# Written by: {command}\n"
+        f"# Written by: {in_comment(command)}\n"
         "# The overrides of run.sh as one configuration; --config-path takes this file's folder as an absolute path:\n"
         "#   python3 -m verl.trainer.main_ppo --config-path DIRECTORY --config-name overrides\n"
         f"{yaml.safe_dump(head, sort_keys=False)}{yaml.safe_dump(nested, sort_keys=False)}"

@@ -12,6 +12,7 @@ from kit.core.config.checks import check_config
 from kit.core.config.recipe import recipe_of
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
+from kit.core.one_line import in_comment
 from kit.core.run_directory import base_directory
 from kit.plan.placement import place
 from launch.vllm_command import Installed, plans
@@ -69,7 +70,7 @@ def write_script(job: Job, config: Config) -> str:
     asked = ["--config", job.config_path, "--nodes", str(job.nodes), "--gpus_per_node", str(job.gpus), *job.overrides]
     values = {
         "options": options,
-        "written_by": shlex.join(asked),
+        "written_by": in_comment(shlex.join(asked)),
         "nodes": job.nodes,
         "gpus": job.gpus,
         "run": config.run.directory,

@@ -12,11 +12,11 @@ from pathlib import Path
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from kit.core.metrics_log import MetricsLog
 from kit.core.run_directory import RunDir
 from launch.watching.page import frame
+from launch.watching.shown import Text
 
 REDRAW_S = 0.5
 STEP = re.compile(r"step \d+/\d+ ")

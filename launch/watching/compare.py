@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from kit.core.health import alerts
 from kit.core.metrics_log import RECENT, MetricsLog, last_known, mean, median, progress, series
 from kit.core.run_directory import RunDir
 from launch.watching.page import duration, held, known, show, sparkline, writer_of
+from launch.watching.shown import Text
 
 CURVES = {"reward": "reward", "held-out": "heldout_accuracy", "KL": "kl", "entropy": "entropy"}
 COLUMNS = {"now": "reward_now", "held-out": "heldout_accuracy", "KL": "kl", "entropy": "entropy"}
@@ -79,7 +79,7 @@ def table(runs: Sequence[Compared], step: int | None, width: int) -> Table:
         left = run.state["time_left_s"]
         words = f"{duration(left)} left" if state == "running" and left is not None else state
         done = "–" if run.state["step"] is None else f"{run.state['step']}" + (f"/{total}" if total else "")
-        cells = [] if is_narrow else [Text(words, style=STATES[state])]
+        cells: list[Text | str] = [] if is_narrow else [Text(words, style=STATES[state])]
         cells.append(Text(show(run.at["reward"]), style="bold" if place == 0 else ""))
         cells += [writer_of(key)(run.at[key]) for key in columns.values()]
         color = "red" if any(alert.fault for alert in run.alerts) else "yellow"

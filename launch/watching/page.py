@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
 from kit.core.health import alerts
 from kit.core.metrics_log import RECENT, MetricsLog, group, last_known, mean, number, phases, progress, series
@@ -19,6 +18,7 @@ from kit.core.one_line import one_line
 from kit.core.run_directory import RunDir
 from kit.core.run_state import read_restarts
 from launch.watching.samples import latest_group
+from launch.watching.shown import Text
 
 TRENDS = {
     "reward": "reward",
