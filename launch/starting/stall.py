@@ -34,9 +34,8 @@ class StallWatch:
 
     run: RunDir
     stall_s: float
-    _job: int = 0
-    _seen: float = 0.0  # processor time of the tree
-    _since: float = field(default_factory=time.monotonic)  # when that changed
+    _shown: dict[int, float] = field(default_factory=dict)  # by process: its last progress
+    _still_s: dict[int, float] = field(default_factory=dict)  # and for how long that has been its last
     _looked: float = 0.0
 
     def check(self, name: str, pid: int) -> None:
@@ -44,18 +43,19 @@ class StallWatch:
         now = time.monotonic()
         if not self.stall_s or now - self._looked < LOOK_S:
             return
-        self._looked = now
+        # Neither a clock that steps nor a stop of this process itself is a stall of the job: times of the lines are
+        # compared with earlier ones only, and a look that came late counts as one that came in time.
+        passed, self._looked = min(now - self._looked, 2 * LOOK_S), now
         tree = _tree(pid)
         own = {process.pid for process in tree}
         lines = [line for line in read_lines(self.run) if line.pid in own]
-        used = _processor_s(tree)
-        if pid != self._job or used != self._seen or lines:
-            self._job, self._seen, self._since = pid, used, now
-        worst, still_s = None, now - self._since
-        if lines:
-            worst = min(lines, key=_progress)
-            still_s = time.time() - _progress(worst)
-        if still_s > self.stall_s + GRACE_S:
+        shown = {line.pid: _progress(line) for line in lines} or {pid: _processor_s(tree)}
+        self._still_s = {
+            one: self._still_s[one] + passed if self._shown.get(one) == value else 0.0 for one, value in shown.items()
+        }
+        self._shown = shown
+        worst = max(lines, key=lambda line: self._still_s[line.pid], default=None)
+        if (still_s := max(self._still_s.values())) > self.stall_s + GRACE_S:
             raise StoodStill(self._describe(name, tree, lines, worst, still_s))
 
     def _describe(

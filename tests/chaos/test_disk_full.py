@@ -1,58 +1,18 @@
-"""A disk that fills while a run saves: the run stops with the numbers, nothing half-written counts, resume works.
-
-The disk is a small tmpfs where it may be mounted (root); elsewhere a limit on the size of a file, which the kernel
-refuses in the same place with another error number.
-"""
+"""A disk that fills while a run saves: the run stops with the numbers, nothing half-written counts, resume works."""
 
 import re
-import resource
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from kit.core.run_directory import RunDir, read_manifest
-
-
-class Disk:
-    """A directory that can be made full for the next checkpoint, and emptied."""
-
-    def __init__(self, folder: Path, mounted: bool):
-        self.folder, self.mounted = folder, mounted
-        self.unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def leave(self, free: int, largest_file: int) -> None:
-        if self.mounted:
-            used = shutil.disk_usage(self.folder).used
-            self._mount("remount,", used + free)
-        else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, self.unlimited[1]))
-
-    def release(self) -> None:
-        if self.mounted:
-            self._mount("remount,", 64 << 20)
-        else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, self.unlimited)
-
-    def _mount(self, option: str, size: int) -> bool:
-        command = ["mount", "-t", "tmpfs", "-o", f"{option}size={size}", "tmpfs", str(self.folder)]
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+from tests.disk import Disk, small_disk
 
 
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Disk]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    disk = Disk(folder, mounted=False)
-    disk.mounted = shutil.which("mount") is not None and disk._mount("", 64 << 20)
-    try:
+    with small_disk(tmp_path / "disk") as disk:
         yield disk
-    finally:
-        disk.release()
-        if disk.mounted:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def fill_before_step(patch: pytest.MonkeyPatch, step: int, fill: Callable[[], None]) -> None:

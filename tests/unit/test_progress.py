@@ -159,6 +159,19 @@ def test_a_trainer_that_runs_and_gets_nowhere_is_found_with_its_stacks(trainer, 
     assert message.endswith(f"Stacks: {stacks}.") and "wait_for_a_collective" in stacks.read_text()
 
 
+def test_neither_another_clock_nor_a_late_look_is_a_stall(trainer, tmp_path, monkeypatch):
+    """The wall clock may step between a line and a look; `launch.up` itself may be stopped for an hour."""
+    behind = "real = time.time; time.time = lambda: real() - 3600"
+    process = trainer("[(time.sleep(0.2), progress.beat()) for _ in range(200)]", before=behind)
+    said(process, "training")
+    outside, ends = watch(tmp_path, monkeypatch), time.monotonic() + 4
+    while time.monotonic() < ends:
+        outside.check("trainer", process.pid)
+        time.sleep(0.1)
+    outside._looked -= 3600
+    outside.check("trainer", process.pid)
+
+
 def test_a_job_that_uses_no_processor_time_is_found_and_one_that_does_is_not(tmp_path, monkeypatch):
     """A job without lines: a trainer that loads its libraries, or a launcher that never notices the trainer's end."""
     outside = watch(tmp_path, monkeypatch)
