@@ -1,6 +1,6 @@
 """Remerge into FP8 weights that vLLM repacks for Marlin's kernels (W8A16), on one GPU from compute capability 7.5 on.
 
-    python bench/marlin_check.py               # a minute; not run yet: no GPU was at hand on 2026-11-25
+    python bench/marlin_check.py               # half a minute
 
 For each of `fp8_per_tensor` and `fp8_per_block`, in BF16 (where the GPU has it) and FP16, with and without bias: folds
 a weight into a loaded layer and compares every parameter with those of a fresh load, bit for bit, and the layer's
