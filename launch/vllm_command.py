@@ -28,6 +28,7 @@ from kit.core.lora import EXPERT_PARTS
 from kit.core.run_directory import RunDir, base_directory, read_json, read_manifest, stored_as
 from kit.rollout.protocol import QUANT_CFG
 from kit.rollout.server.adapter_check import checkpoint_shapes
+from kit.rollout.server.adapter_roots import ROOTS
 from kit.rollout.server.base_copy import copy_bytes, has_copy
 from kit.rollout.server.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE, SHARE_BASE
 from kit.weights.wrapped import LANGUAGE
@@ -403,6 +404,8 @@ def _targets(config: Config) -> list[str]:
 
 def _environment(config: Config, vllm: Installed, gpus: tuple[str, ...] | None) -> dict[str, str]:
     found = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    folders = [config.run.directory, *map(Path, config.server.adapter_roots)]
+    found[ROOTS] = os.pathsep.join(str(folder.resolve()) for folder in folders)
     if gpus is not None:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if config.rollout.sync == "remerge":

@@ -20,7 +20,6 @@ ROUTES = {"info": "GET"} | dict.fromkeys(
     ("generate", "score", "stage", "activate", "discard", "noise", "sleep", "wake", "share"), "POST"
 )
 BINARY = "application/octet-stream"  # content type of a stage request whose body is the adapter file
-STAGE_QUERY = ("way", "run", "session", "version", "base_hash")  # query parameters of a stage request
 Way = Literal["adapter", "remerge"]  # how a server serves an adapter
 WAYS: tuple[Way, ...] = get_args(Way)
 

@@ -140,7 +140,11 @@ def servers(machine: Machine) -> Iterator[Row]:
             broken += 1
             yield from fails_of(str(error).replace("--config CONFIG", machine.config_words))
     if not broken:
-        key = "with VLLM_API_KEY" if machine.environment.get("VLLM_API_KEY") else "on loopback, without a key"
+        key = (
+            "with VLLM_API_KEY"
+            if machine.environment.get("VLLM_API_KEY")
+            else "on loopback, with a key if launch.up starts it"
+        )
         count = len(config.rollout.server_urls)
         capability = machine.gpus[0].capability if machine.gpus else None
         product, forced = served_product(config, capability or None)

@@ -3,12 +3,15 @@
 import contextlib
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from kit.core.run_directory import RunDir, read_json, read_manifest
 from kit.rollout.canary import write_canary
 from kit.rollout.client import ServerRollout
 from kit.rollout.replica import Replica, ReplicaError
+from kit.rollout.server import fence
 from kit.rollout.server.adapter_check import checkpoint_shapes
 from kit.train.trainer import PolicyTrainer
 from kit.weights.frozen_base import hash_base, load_frozen
@@ -149,6 +153,35 @@ def test_nobody_gets_in_without_the_key(started):
         assert method(f"{started.url}/v1/rollout/{action}", timeout=30).status_code == 401
     assert requests.post(f"{started.url}/collective_rpc", json={}, timeout=30).status_code == 404
     assert started.client.info()["sync"] == [started.way]
+
+
+def test_only_the_routes_of_a_rollout_server_are_there(started):
+    """Whatever vLLM lists in its log: with the key none of the others, without it none at all."""
+    (log,) = (started.run / "logs").glob("server-*.log")
+    routes = re.findall(r"Route: (\S+), Methods: (\w+)", log.read_text())
+    assert len(routes) > 10 and {path for path, _ in routes} > {"/health", "/v1/completions"}
+    key = {"Authorization": f"Bearer {KEY}"}
+    for path, method in routes:
+        for headers in ({}, key):
+            expected = 404 if path not in fence.OWN else 401 if path not in fence.WITHOUT_KEY and not headers else None
+            if expected:
+                asked = requests.request(method, f"{started.url}{path}", headers=headers, json={}, timeout=30)
+                assert asked.status_code == expected, (method, path, headers)
+
+
+def test_what_is_too_large_or_elsewhere_is_refused_and_nothing_falls(started):
+    where = {"way": started.way, "run": "r", "session": "s9", "version": 1}
+    where["base_hash"] = started.client.info()["base_hash"]
+    for path in ("/etc", "/proc/self/cwd", f"{started.run}/../base", str(started.base)):
+        with pytest.raises(ReplicaError, match="is not below a directory that this server reads adapters from"):
+            started.client._ask("stage", body={"path": path}, params=where)
+    place = urlsplit(started.url)
+    head = f"Host: {place.netloc}\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 10000000000\r\n\r\n{{"
+    for route in ("v1/rollout/generate", "v1/completions"):
+        with socket.create_connection((place.hostname, place.port), timeout=60) as connection:
+            connection.sendall(f"POST /{route} HTTP/1.1\r\n{head}".encode())
+            assert connection.recv(12) in (b"HTTP/1.1 413", b"HTTP/1.1 400"), route
+    assert len(started.generate(None, None)[1]) == 2
 
 
 def test_sampled_log_probs_are_those_of_the_same_tokens_scored(started):

@@ -20,9 +20,11 @@ from starlette.testclient import TestClient
 
 from kit.rollout.protocol import decode_floats, encode_ids
 from kit.rollout.server import endpoint
+from kit.rollout.server.adapter_roots import ROOTS
 from kit.rollout.server.private_files import PrivateFiles
 
 HASH = "ab" * 32
+ADDRESS = "http://127.0.0.1"
 LAYERS = {"model.layers.0.self_attn.q_proj": (8, 6), "model.layers.0.mlp.up_proj": (12, 6)}
 SAMPLING = {"n": 2, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"}
@@ -269,6 +271,8 @@ def without_vllm(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(endpoint, "vllm_version", lambda: "0.31.0")
     (tmp_path / "private").mkdir()
     monkeypatch.setattr("kit.rollout.server.versions.PrivateFiles", lambda: PrivateFiles(tmp_path / "private"))
+    monkeypatch.setenv(ROOTS, str(tmp_path))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
 
 
 class Server:
@@ -277,7 +281,7 @@ class Server:
     def __init__(self, engine: Engine, tmp_path: Path):
         self.engine, self.tmp_path = engine, tmp_path
         self.app = application(engine)
-        self.client = TestClient(self.app)
+        self.client = TestClient(self.app, base_url=ADDRESS)
         self.private = tmp_path / "private"
 
     def post(self, action: str, body: dict | None = None, **query) -> tuple[int, dict]:
@@ -329,7 +333,14 @@ async def ask(app, action: str, body: dict, hang_up: asyncio.Event | None = None
     async def send(message: dict) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": f"/v1/rollout/{action}", "headers": [], "root_path": ""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"/v1/rollout/{action}",
+        "headers": [],
+        "root_path": "",
+        "app": app,
+    }
     await app(scope | {"query_string": urlencode(query).encode()}, receive, send)
     return sent[0]["status"], json.loads(sent[1]["body"])
 

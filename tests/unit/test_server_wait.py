@@ -227,9 +227,10 @@ def test_a_start_time_tells_a_process_from_its_successor():
     assert started_at(process.pid) is None
 
 
-def test_the_development_routes_are_off_whatever_the_shell_says(plan, monkeypatch, tmp_path):
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    code = f"import os; open({str(tmp_path / 'env')!r}, 'w').write(os.environ.get('VLLM_SERVER_DEV_MODE', 'off'))"
+@pytest.mark.parametrize("name", ["VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION"])
+def test_development_routes_and_pickle_are_off_whatever_the_shell_says(plan, monkeypatch, tmp_path, name):
+    monkeypatch.setenv(name, "1")
+    code = f"import os; open({str(tmp_path / 'env')!r}, 'w').write(os.environ.get({name!r}, 'off'))"
     with pytest.raises(CheckFailed, match="exit code 0"):
         wait([plan(code)], 30)
     assert (tmp_path / "env").read_text() == "off"

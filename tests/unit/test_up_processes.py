@@ -147,6 +147,32 @@ def test_everything_starts_in_order_and_is_gone_at_the_end(stand_ins, tmp_path, 
     }
 
 
+def test_servers_and_trainer_share_a_key_that_no_command_line_shows_and_that_ends_with_them(
+    stand_ins, tmp_path, monkeypatch
+):
+    """A file of this user alone holds it while they run; every start has another; the user's own comes first."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    file, seen = tmp_path / "logs" / "server.key", tmp_path / "seen"
+    tells = f"""
+import os
+words = open("/proc/self/cmdline").read()
+key, held = os.environ["VLLM_API_KEY"], {str(file)!r}
+held = (open(held).read().strip(), oct(os.stat(held).st_mode & 0o777)) if os.path.exists(held) else None
+print(key, held == (key, "0o600"), key in words, file=open({str(seen)!r}, "a"))
+"""
+    for _ in range(2):
+        assert stand_ins(server=tells + SERVES, trainer=tells + until("SERVER()") + STEPS) == 0
+        assert not file.exists() and "VLLM_API_KEY" not in os.environ
+    monkeypatch.setenv("VLLM_API_KEY", "the-users")
+    assert stand_ins(server=tells + SERVES, trainer=tells + until("SERVER()") + STEPS) == 0
+    rows = [line.split() for line in seen.read_text().splitlines()]
+    keys = [key for key, *_ in rows]
+    assert len(set(keys)) == 3 and keys[:1] * 2 == keys[:2] and keys[2:3] * 2 == keys[2:4]
+    assert {tuple(row[1:]) for row in rows[:4]} == {("True", "False")} and min(map(len, keys[:4])) >= 32
+    assert rows[4:] == [["the-users", "False", "False"]] * 2
+    assert not any(keys[0] in log.read_text() for log in (tmp_path / "logs").iterdir())
+
+
 def test_on_shared_gpus_the_trainer_starts_once_the_server_answers(stand_ins):
     """vLLM measures the free memory of its GPU while it loads."""
     assert stand_ins(("0",), server=f"import time; time.sleep(1)\n{SERVES}", trainer="assert SERVER()") == 0

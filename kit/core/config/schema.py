@@ -240,6 +240,9 @@ class ServerConfig:
     max_num_seqs: int = _option(256, "completions that a replica generates at once", FROM_1)
     enforce_eager: bool = _option(False, "no CUDA graphs: starts faster, generates slower")
     host: str | None = _option(None, "address to bind; default the URL's host, which must be this machine's")
+    adapter_roots: list[str] = _option(
+        [], "directories, besides the run's own, below which the servers read adapters, for runs that share them"
+    )
     vllm: dict[str, Any] = _option({}, "further vLLM flags by name, e.g. {max_num_batched_tokens: 8192}")
 
 

@@ -30,8 +30,6 @@ from kit.rollout.protocol import (
     PREFIX,
     PROTOCOL,
     ROUTES,
-    STAGE_QUERY,
-    WAYS,
     WEIGHTS,
     Info,
     Served,
@@ -41,6 +39,9 @@ from kit.rollout.protocol import (
     encode_ids,
 )
 from kit.rollout.server.adapter_check import Refused, read_header
+from kit.rollout.server.adapter_roots import copy_adapter
+from kit.rollout.server.fence import Fence
+from kit.rollout.server.requests import Directory, Generate, Named, Noise, Score, Stage, checked, read
 from kit.rollout.server.versions import COPIES, NF4_COPY, Failure, Version, Versions
 from kit.rollout.server.vllm_types import (
     CompletionOutput,
@@ -59,11 +60,14 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 
+HEADER_BYTES = 64 << 20  # beside an adapter's tensors
+
+
 class RolloutEndpoint:
-    """ASGI middleware that adds the routes once to the application it is installed in and forwards every request."""
+    """ASGI middleware that adds the routes once to the application it is installed in, and fences all routes."""
 
     def __init__(self, app: "ASGIApp"):
-        self.app = app
+        self.app = Fence(app)
         self._is_attached = False
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
@@ -181,38 +185,28 @@ class Routes:
 
     async def generate(self, request: "Request") -> dict:
         """Return n samples of one prompt from the named version."""
-        body = await read_object(request)
-        ids = self._ids(body.get("token_ids"), "token_ids")
-        for key, kind in NUMBERS.items():
-            if not isinstance(body.get(key), kind) or isinstance(body[key], bool):
-                raise Failure(400, f"{key} must be a number, it is {body.get(key)!r:.60}.")
-        stops = body.get("stop_token_ids") or []
-        if not isinstance(stops, list) or not all(isinstance(one, int) for one in stops):
-            raise Failure(400, f"stop_token_ids must be a list of token ids, it is {stops!r:.60}.")
-        texts = body.get("stop") or []
-        if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
-            raise Failure(400, f"stop must be a list of texts that are not empty, it is {texts!r:.60}.")
-        self._check_sizes(len(ids), body["n"], body["max_tokens"])
-        served = self.versions.serving(*version_of(body))
-        sampling = {key: body[key] for key in NUMBERS}
-        params = sampling_params(**sampling, stop=texts, stop_token_ids=stops, logprobs=0)
-        (output,) = await self._engine_outputs(request, [ids], params, served, str(body.get("request_id") or "none"))
-        has_experts = body.get("routing") is True
-        samples = [sample(one, has_experts) for one in sorted(output.outputs, key=lambda one: one.index)]
+        body = await read(request, Generate)
+        ids = self._ids(body.token_ids, "token_ids")
+        stops = body.stop_token_ids or []
+        if any(one >= self.vocab_size for one in stops):
+            raise Failure(400, f"stop_token_ids has {max(stops)}, the served model has {self.vocab_size} tokens.")
+        self._check_sizes(len(ids), body.n, body.max_tokens)
+        served = self.versions.serving(*body.asked)
+        sampling = {key: getattr(body, key) for key in NUMBERS}
+        params = sampling_params(**sampling, stop=body.stop or [], stop_token_ids=stops, logprobs=0)
+        (output,) = await self._engine_outputs(request, [ids], params, served, body.request_id)
+        samples = [sample(one, body.routing) for one in sorted(output.outputs, key=lambda one: one.index)]
         return {"version": served and served.version, "samples": samples}
 
     async def score(self, request: "Request") -> dict:
         """Return log-probs of given sequences, each token given those before it, at temperature 1."""
-        body = await read_object(request)
-        sequences = body.get("sequences")
-        if not isinstance(sequences, list) or not sequences:
-            raise Failure(400, "sequences must be a list of token id sequences.")
-        ids = [self._ids(text, f"sequences[{place}]") for place, text in enumerate(sequences)]
+        body = await read(request, Score)
+        ids = [self._ids(text, f"sequences[{place}]") for place, text in enumerate(body.sequences)]
         for one in ids:
             if len(one) < 2:
                 raise Failure(400, "a sequence of one token has nothing to score.")
             self._check_sizes(len(one), 1, 1)
-        served = self.versions.serving(*version_of(body), may_be_base=True)
+        served = self.versions.serving(*body.asked, may_be_base=True)
         params = sampling_params(n=1, max_tokens=1, temperature=0.0, prompt_logprobs=0)
         outputs = await self._engine_outputs(request, ids, params, served, "score")
         return {
@@ -222,7 +216,7 @@ class Routes:
             ],
         }
 
-    def _ids(self, text: Any, where: str) -> list[int]:
+    def _ids(self, text: str, where: str) -> list[int]:
         try:
             ids = decode_ids(text)
         except ValueError as error:
@@ -291,55 +285,65 @@ class Routes:
 
     async def stage(self, request: "Request") -> dict:
         """Load an adapter version from a directory or from the body, without serving it."""
-        query = request.query_params
-        if missing := [key for key in STAGE_QUERY if not query.get(key)]:
-            raise Failure(400, f"stage needs the query parameters {', '.join(missing)}.")
-        way, version = query["way"], query["version"]
-        if way not in WAYS or not version.isdecimal():
-            raise Failure(400, f"way ({way}) must be one of {', '.join(WAYS)}, version ({version}) a number.")
-        is_private = request.headers.get("content-type", "").startswith(BINARY)
-        directory = await self._receive(request) if is_private else await named_directory(request)
-        arguments = (way, query["run"], query["session"], int(version), query["base_hash"])
-        return {"seconds": await self.versions.stage(*arguments, directory, is_private)}
-
-    async def _receive(self, request: "Request") -> Path:
-        """Write the adapter from the body to a private directory; return the directory."""
+        asked = checked(Stage.model_validate, dict(request.query_params))
+        is_sent = request.headers.get("content-type", "").startswith(BINARY)
+        named = "the body" if is_sent else (await read(request, Directory)).path
+        # Private from here on: nobody can change what was checked.
         directory = self.versions.files.make()
         try:
-            with open(directory / WEIGHTS, "wb") as file:
-                async for chunk in request.stream():
-                    file.write(chunk)
-            config = read_header(directory / WEIGHTS).metadata.get(CONFIG_TEXT)
-            if config is None:
-                raise Refused("the body's metadata has no adapter_config: send the file as the trainer writes it.")
-            (directory / CONFIG).write_text(config)
+            if is_sent:
+                await self._receive(request, directory)
+            else:
+                await asyncio.to_thread(copy_adapter, named, directory, self._adapter_limit())
         except BaseException as error:
             self.versions.files.remove(directory)
             if isinstance(error, Refused):
                 raise Failure(422, str(error)) from None
             raise
-        return directory
+        try:
+            arguments = (asked.way, asked.run, asked.session, asked.version, asked.base_hash)
+            return {"seconds": await self.versions.stage(*arguments, directory)}
+        except Failure as failed:
+            raise Failure(failed.status, failed.text.replace(str(directory), named)) from None
+
+    async def _receive(self, request: "Request", directory: Path) -> None:
+        """Write the adapter from the body to a directory."""
+        size, limit = 0, self._adapter_limit()
+        with open(directory / WEIGHTS, "wb") as file:
+            async for chunk in request.stream():
+                size += len(chunk)
+                if max(size, int(request.headers.get("content-length", 0))) > limit:
+                    raise Failure(413, f"the body has more than {limit} bytes, the largest adapter that fits here.")
+                file.write(chunk)
+        config = read_header(directory / WEIGHTS).metadata.get(CONFIG_TEXT)
+        if config is None:
+            raise Refused("the body's metadata has no adapter_config: send the file as the trainer writes it.")
+        (directory / CONFIG).write_text(config)
+
+    def _adapter_limit(self) -> int:
+        """Most bytes of an adapter: of every layer's full rank in float32, and of half of the room for it."""
+        versions = self.versions
+        most = sum(4 * (out + width) * min(out, width) for out, width in versions.shapes.values())
+        room = versions.files.free_bytes() // 2
+        return min(most + HEADER_BYTES, room) if most else room
 
     async def activate(self, request: "Request") -> dict:
         """Serve a staged version."""
         started = time.perf_counter()
-        seconds = await self.versions.activate(*named_version(await read_object(request)))
+        body = await read(request, Named)
+        seconds = await self.versions.activate(body.session, body.version)
         return {"seconds": {**seconds, "total": time.perf_counter() - started}}
 
     async def discard(self, request: "Request") -> dict:
         """Discard a staged version."""
-        await self.versions.discard(*named_version(await read_object(request)))
+        body = await read(request, Named)
+        await self.versions.discard(body.session, body.version)
         return {}
 
     async def noise(self, request: "Request") -> dict:
         """Add noise to the norms of the served version, until another is activated."""
-        body = await read_object(request)
-        sigma, seed = body.get("sigma"), body.get("seed")
-        if isinstance(sigma, bool) or not isinstance(sigma, int | float) or not 0 <= sigma < 1:
-            raise Failure(400, f"sigma must be a number from 0 to below 1, it is {sigma!r:.60}.")
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise Failure(400, f"seed must be a whole number, it is {seed!r:.60}.")
-        return {"seconds": await self.versions.set_noise(*named_version(body), float(sigma), seed)}
+        body = await read(request, Noise)
+        return {"seconds": await self.versions.set_noise(body.session, body.version, body.sigma, body.seed)}
 
     async def sleep(self, request: "Request") -> dict:
         """Free the GPU memory."""
@@ -431,43 +435,6 @@ def flat_floats(flat: FlatLogprobs, positions: int, empty: int) -> np.ndarray:
     values = np.asarray(flat.logprobs, dtype="<f4")
     wanted = positions - empty
     return values if len(values) == wanted else values[np.asarray(flat.start_indices[empty:])]
-
-
-async def read_object(request: "Request") -> dict:
-    """Parse the JSON object of a request; `Failure` 400 if there is none."""
-    try:
-        body = json.loads(await request.body())
-        if not isinstance(body, dict):
-            raise ValueError("it is not an object")
-    except ValueError as error:
-        raise Failure(400, f"the body is not a JSON object: {error}.") from None
-    return body
-
-
-async def named_directory(request: "Request") -> Path:
-    """Return the absolute directory that a stage request names."""
-    path = (await read_object(request)).get("path")
-    if not isinstance(path, str) or not Path(path).is_absolute():
-        raise Failure(400, f"path must be an absolute directory, it is {path!r:.80}.")
-    return Path(path)
-
-
-def version_of(body: dict) -> tuple[str | None, int | None]:
-    """Return the (session, version) that a request names, both None for the base."""
-    session, version = body.get("session"), body.get("version")
-    if session is None and version is None:
-        return None, None
-    if not isinstance(session, str) or not isinstance(version, int):
-        raise Failure(400, f"session ({session!r:.40}) must be text and version ({version!r:.40}) a number.")
-    return session, version
-
-
-def named_version(body: dict) -> tuple[str, int]:
-    """Return the (session, version) of a request that must name one."""
-    session, version = version_of(body)
-    if session is None:
-        raise Failure(400, "session and version are missing.")
-    return session, version
 
 
 def base_hash(directory: Path) -> str | None:

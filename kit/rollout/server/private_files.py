@@ -1,4 +1,4 @@
-"""Directories for adapters that arrive in a request's body: in memory if there is /dev/shm, and never left behind.
+"""Directories for adapters that a server was sent or has copied: in /dev/shm if that has room, and never left behind.
 
 Each server process has one root directory and holds a lock on it. Roots whose lock is free belong to dead processes
 and are removed by the next one, even from another container that shares the memory.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 PREFIX, UNFINISHED = "rollout-adapters-", ".new-rollout-adapters-"
 LOCK = ".lock"
+LEAST_BYTES = 512 << 20  # a container has 64 MiB of /dev/shm unless it is given more
 
 
 class PrivateFiles:
@@ -21,7 +22,7 @@ class PrivateFiles:
 
     def __init__(self, parent: Path | None = None):
         memory = Path("/dev/shm")
-        usable = memory.is_dir() and os.access(memory, os.W_OK)
+        usable = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free >= LEAST_BYTES
         self.parent = parent or (memory if usable else Path(tempfile.gettempdir()))
         self._root: Path | None = None
         self._lock: int | None = None
@@ -33,6 +34,10 @@ class PrivateFiles:
             self._root = self._make_root()
             atexit.register(self.close)
         return Path(tempfile.mkdtemp(dir=self._root))
+
+    def free_bytes(self) -> int:
+        """Bytes that are free where the directories lie."""
+        return shutil.disk_usage(self.parent).free
 
     def remove(self, directory: Path | None) -> None:
         """Remove a directory that `make` returned; a no-op for None."""

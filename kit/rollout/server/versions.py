@@ -48,7 +48,7 @@ class Failure(Exception):
 
 @dataclass
 class Version:
-    """One staged version; `lora` is vLLM's LoRARequest (adapter), `directory` is ours to remove (body transport)."""
+    """One staged version; `lora` is vLLM's LoRARequest (adapter), `directory` is ours to remove."""
 
     way: Way
     run: str
@@ -192,12 +192,11 @@ class Versions:
 
     # Changes of state ------------------------------------------------------------------------------------------
 
-    async def stage(
-        self, way: Way, run: str, session: str, version: int, base_hash: str, directory: Path, is_private: bool
-    ) -> float:
-        """Check and load an adapter without serving it; return seconds. A private directory is removed with it."""
+    async def stage(self, way: Way, run: str, session: str, version: int, base_hash: str, directory: Path) -> float:
+        """Check and load an adapter from a private directory without serving it; return seconds. The directory is
+        removed with it."""
         started = time.perf_counter()
-        entry = Version(way, run, session, version, directory=directory if is_private else None)
+        entry = Version(way, run, session, version, directory=directory)
         try:
             async with self._lock:
                 self._check_state(entry, base_hash)
