@@ -39,6 +39,8 @@ BUILT_IN = ("question", "completion", "gold")  # gold is a column that every run
 PATH = "/chat/completions"
 BACKOFF_S, MOST_BACKOFF_S = 0.5, 8.0  # doubled at each retry
 PROBE_TIMEOUT_S = 30.0
+MAX_REPLY_BYTES = 8 << 20
+MAX_JSON_CHARS = 16_384  # at the end of a reply, where its JSON object is looked for
 OFTEN = (408, 429, 500, 502, 503, 504)  # HTTP statuses that a retry may cure
 
 
@@ -141,7 +143,7 @@ def scored(reply: str, pattern: str | None, json_key: str | None, low: float, hi
         found = match[1] if match else None
     try:
         value = float(found)  # true and false are 1 and 0
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None, "unparseable"
     if not low <= value <= high:  # false for NaN
         return None, "off the scale"
@@ -150,6 +152,7 @@ def scored(reply: str, pattern: str | None, json_key: str | None, low: float, hi
 
 def _last_entry(reply: str, key: str) -> Any:
     """The value of `key` in the last JSON object of a text that has it at its top level; None if there is none."""
+    reply = reply[-MAX_JSON_CHARS:]
     decoder, found, start = json.JSONDecoder(), None, reply.find("{")
     while start >= 0:
         try:
@@ -191,24 +194,38 @@ async def _reply(
         try:
             # httpx's limit is for each read, and a server may send a byte now and then.
             async with asyncio.timeout(timeout_s):
-                response = await client.post(address, json=request, headers=_headers(key))
+                status, body = await _answer(client, address, request, key)
         except (TimeoutError, httpx.TimeoutException):
             return None, "late"
         except (httpx.HTTPError, OSError):
             reason = "no connection"
             continue
         beat()
-        if response.status_code == 200:
-            return _content(response)
-        reason = f"HTTP {response.status_code}"
-        if response.status_code not in OFTEN:
+        if status == 200:
+            return _content(body)
+        reason = f"HTTP {status}"
+        if status not in OFTEN:
             break
     return None, reason
 
 
-def _content(response: "httpx.Response") -> tuple[str | None, str]:
+async def _answer(client: "httpx.AsyncClient", address: str, request: dict, key: str | None) -> tuple[int, bytes]:
+    """Status and body of the answer; of a body above `MAX_REPLY_BYTES` nothing."""
+    headers = _headers(key) | {"Accept-Encoding": "identity"}
+    async with client.stream("POST", address, json=request, headers=headers, follow_redirects=False) as response:
+        if response.headers.get("Content-Encoding", "identity") != "identity":  # a little may unpack to a lot
+            return response.status_code, b""
+        body = b""
+        async for part in response.aiter_raw():
+            body += part
+            if len(body) > MAX_REPLY_BYTES:
+                return response.status_code, b""
+        return response.status_code, body
+
+
+def _content(body: bytes) -> tuple[str | None, str]:
     try:
-        content = response.json()["choices"][0]["message"]["content"]
+        content = json.loads(body)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
         return None, "no reply"
     return (content, "") if isinstance(content, str) and content else (None, "no reply")
@@ -322,11 +339,17 @@ def start(*, url: str, model: str, body: dict[str, Any] | None = None, **options
     key, address = _key(options.get("api_key_env")), endpoint(url)
     request = {"model": model, "temperature": options.get("temperature", 0.0), "max_tokens": 1, **(body or {})}
     request["messages"] = [{"role": "user", "content": "2 + 40?"}]
+
+    async def probe() -> tuple[int, str]:
+        async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S) as client, asyncio.timeout(PROBE_TIMEOUT_S):
+            status, body = await _answer(client, address, request, key)
+        return status, body.decode(errors="replace")
+
     try:
-        response = httpx.post(address, json=request, headers=_headers(key), timeout=PROBE_TIMEOUT_S)
-        problem = "" if response.status_code == 200 else f"HTTP {response.status_code}: {response.text[:300]}"
-        if not problem and "choices" not in response.text:
-            problem = f"no chat completion: {response.text[:300]}"
+        status, text = asyncio.run(probe())
+        problem = "" if status == 200 else f"HTTP {status}: {text[:300]}"
+        if not problem and "choices" not in text:
+            problem = f"no chat completion: {text[:300]}"
     except (httpx.HTTPError, OSError) as error:
         problem = f"{type(error).__name__}: {error}"
     if problem:

@@ -1,9 +1,13 @@
 """The judge behind a URL: what it is asked, what its replies are worth, and that nothing unknown is ever a score."""
 
 import asyncio
+import contextlib
+import gzip
 import json
 import random
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -117,6 +121,8 @@ def test_the_judge_is_shown_the_question_the_completion_and_the_columns(bound, j
         ('{"score": 6} {"other": 1}', None, "score", 0.6),
         ("{" * 5000, None, "score", None),
         ('{"score": ' * 3000, None, "score", None),
+        ('{"score": %s}' % ("9" * 400), None, "score", None),
+        ('{"score": 1}' + "{" * 70_000, None, "score", None),
         ("", None, "score", None),
     ],
 )
@@ -258,3 +264,51 @@ def test_a_template_must_show_the_completion_and_name_columns_that_there_are(bou
 )
 def test_the_address_of_a_url(url, address):
     assert endpoint(url) == address
+
+
+def answering(status: int, headers: dict[str, str], body: bytes, asked: list[str]) -> ThreadingHTTPServer:
+    """A server that gives every request this answer and notes its path."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(body)
+
+        do_GET = do_POST
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    return server
+
+
+def test_a_judge_sends_no_request_elsewhere_and_no_reply_without_end(bound):
+    """Redirects, 12 MB, and 12 kB that unpack to 12 MB: no score, at the start bad input."""
+    right = json.dumps({"choices": [{"message": {"content": "Score: 10"}}]}).encode()
+    long, asked = right[:-1] + b" " * 12_000_000 + b"}", []
+    other = answering(200, {}, right, asked)
+    elsewhere = {"Location": f"http://127.0.0.1:{other.server_port}/v1/chat/completions"}
+    answers = [(code, elsewhere, b"", f"HTTP {code}") for code in (301, 302, 303, 307, 308)]
+    answers += [(200, {}, long, "no reply"), (200, {"Content-Encoding": "gzip"}, gzip.compress(long), "no reply")]
+    try:
+        for status, headers, body, reason in answers:
+            server = answering(status, headers, body, [])
+            url = f"http://127.0.0.1:{server.server_port}/v1"
+            reward = bound(url=url, cache=None, timeout_s=20.0)
+            assert ask(reward, "x") == [None] and set(reward.unknown_counts) == {reason}
+            with pytest.raises(BadInput, match="does not answer"):
+                start([reward])
+            server.shutdown()
+            server.server_close()
+        assert asked == []
+    finally:
+        other.shutdown()
+        other.server_close()
