@@ -5,14 +5,24 @@ is staged elsewhere, gets a manifest with every file's size and hash, and is ren
 """
 
 import contextlib
+import hashlib
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+from accelerate.utils import set_seed
 from safetensors import SafetensorError
 
 from kit.core.errors import BadInput, MachineFailed, is_failed_torch_save
-from kit.core.run_directory import RunDir, checkpoint_step, read_manifest, settle, write_manifest
+from kit.core.run_directory import (
+    RunDir,
+    checkpoint_step,
+    manifest_as_written,
+    read_manifest,
+    settle,
+    write_manifest,
+)
 from kit.train.record import drop_steps_after, note_resume
 
 SAVE_ERRORS = (OSError, RuntimeError, SafetensorError)
@@ -28,7 +38,7 @@ def staging_directory(run: RunDir) -> Path:
     return run.checkpoints / ".staging"
 
 
-def commit_checkpoint(run: RunDir, step: int, base_hash: str, **facts: str) -> Path:
+def commit_checkpoint(run: RunDir, step: int, base_hash: str, **facts: Any) -> Path:
     """Turn the staged `checkpoint-<step>` into `checkpoints/step-<step>`, with `facts` in its manifest; return it."""
     staged = staging_directory(run) / f"checkpoint-{step}"
     (staged / "README.md").unlink(missing_ok=True)
@@ -89,12 +99,24 @@ def saving_failed(run: RunDir, step: int, error: Exception, needed: int) -> Mach
     )
 
 
-def rewind(run: RunDir, checkpoint: Path) -> int:
+def trained_by(checkpoint: Path) -> int | None:
+    """The number of processes that wrote a checkpoint; None if a version of the kit did that recorded none."""
+    return manifest_as_written(checkpoint).get("processes")
+
+
+def seed_anew(seed: int, step: int, rank: int, processes: int) -> None:
+    """Seed the generators of a process that goes on with a checkpoint of another number of processes: their states
+    belong to those. The same resume draws the same numbers."""
+    digest = hashlib.blake2b(f"{seed} {step} {rank} {processes}".encode(), digest_size=4).digest()
+    set_seed(int.from_bytes(digest, "big"))
+
+
+def rewind(run: RunDir, checkpoint: Path, **facts: Any) -> int:
     """Remove what later steps wrote (metrics, ledger, adapters, completions) and return the checkpoint's step: the run
     may diverge from here, and nothing may be logged twice or mistaken for its newest adapter. `resumes.jsonl` keeps
-    which steps and problems are sampled again."""
+    which steps and problems are sampled again, and `facts`."""
     step = checkpoint_step(checkpoint)
-    note_resume(run, step)
+    note_resume(run, step, **facts)
     for path in (run.metrics_file, run.ledger_file):
         drop_steps_after(path, step)
     for adapter in run.adapters.glob("v[0-9]*"):

@@ -113,16 +113,16 @@ def drop_steps_after(path: Path, step: int) -> None:
     os.replace(temporary, path)
 
 
-def note_resume(run: RunDir, step: int) -> None:
-    """Append to `resumes.jsonl` that the run goes on behind `step`, with the ledger's later lines: problems that were
-    drawn before the run ended and that are sampled again."""
+def note_resume(run: RunDir, step: int, **facts: Any) -> None:
+    """Append to `resumes.jsonl` that the run goes on behind `step`, with `facts` about it and the ledger's later
+    lines: problems that were drawn before the run ended and that are sampled again."""
     again = []
     for line in run.ledger_file.read_text().splitlines() if run.ledger_file.exists() else ():
         with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):  # truncated by a crash
             entry = json.loads(line)
             if entry["step"] > step and entry["problem_ids"]:
                 again.append({"step": entry["step"], "problem_ids": entry["problem_ids"]})
-    _append(run.resumes_file, {"time": time.time(), "step": step, "sampled_again": again})
+    _append(run.resumes_file, {"time": time.time(), "step": step, **facts, "sampled_again": again})
 
 
 def add_counts(parts: Iterable[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:

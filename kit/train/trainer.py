@@ -29,6 +29,7 @@ from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from kit.core.chat import question_of
 from kit.core.config.card_rules import trainer_faults
+from kit.core.config.elastic_rules import describe
 from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
@@ -65,7 +66,9 @@ from kit.train.checkpoint import (
     rewind,
     rotate,
     saving_failed,
+    seed_anew,
     staging_directory,
+    trained_by,
 )
 from kit.train.data_order import passes_made, skip_passes
 from kit.train.episode_steps import KEYS as EPISODE_KEYS
@@ -402,8 +405,12 @@ class PolicyTrainer(GRPOTrainer):
             for fault in damaged:
                 self.recorder.say(f"skipped: {fault}")
             if checkpoint:
-                step = rewind(self.run, checkpoint)
+                processes = self.accelerator.num_processes
+                before = trained_by(checkpoint) or processes
+                step = rewind(self.run, checkpoint, processes=processes, processes_before=before)
                 self.recorder.say(f"resuming from {checkpoint} (step {step})")
+                if change := describe(self.config, before, processes):
+                    self.recorder.say(change)
                 self._unknown_before = unknown_so_far(self.run.metrics_file)
         self.accelerator.wait_for_everyone()
         if checkpoint and checkpoint_step(checkpoint) >= self.args.max_steps:
@@ -440,6 +447,12 @@ class PolicyTrainer(GRPOTrainer):
             restore_quantizers(self.model, resume_from_checkpoint)
         if self.replay:
             self.replay.read(Path(resume_from_checkpoint))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        processes = self.accelerator.num_processes
+        if checkpoint is None or (trained_by(Path(checkpoint)) or processes) == processes:
+            return super()._load_rng_state(checkpoint)
+        seed_anew(self.args.seed, self.state.global_step, self.accelerator.process_index, processes)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> torch.utils.data.Sampler:
         sampler = super()._get_train_sampler(dataset)
@@ -769,7 +782,8 @@ class PolicyTrainer(GRPOTrainer):
                     self.replay.write(staged)
                 publish_adapter(policy, self.run.adapter_dir(step), step, self.policy.base_hash, adapter)
                 state = write_quantizer_state(policy, staged)
-                commit_checkpoint(self.run, step, self.policy.base_hash, **state)
+                processes = self.accelerator.num_processes
+                commit_checkpoint(self.run, step, self.policy.base_hash, processes=processes, **state)
                 rotate(self.run, self.config.train.keep_checkpoints)
         except SAVE_ERRORS as error:
             if not is_disk_error(error):

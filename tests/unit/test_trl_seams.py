@@ -39,6 +39,7 @@ OVERRIDDEN = {
     "log": "(self, logs, start_time=None)",
     "_save_checkpoint": "(self, model, trial)",
     "_load_from_checkpoint": "(self, resume_from_checkpoint, model=None)",
+    "_load_rng_state": "(self, checkpoint)",
 }
 # What the kit calls of TRL.
 CALLED = {

@@ -4,12 +4,13 @@ import os
 import shlex
 from pathlib import Path
 
-from kit.core.config.checks import is_main_process
+from kit.core.config import elastic_rules, sharding_rules
+from kit.core.config.checks import is_main_process, uses_deepspeed
 from kit.core.config.load import config_from_dict, to_dict
 from kit.core.config.recipe import check_resumed_format
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, checkpoint_step, read_json
+from kit.core.run_directory import RunDir, checkpoint_step, manifest_as_written, read_json
 from kit.core.run_state import END, LOCK, REPLACED, describe_overwrite, last_end, trainer_pid
 
 # Names that files in `logs` start with: logs of servers and of launch.up's commands, progress of trainers.
@@ -27,6 +28,7 @@ FREE_ON_RESUME = (
     *("reward.try_references", "reward.answer_form"),
     *("environment.tool_timeout_s", "environment.episode_timeout_s", "environment.max_unknown_fraction"),
     "policy.quant_cfg",  # the name only; check_resumed_format ensures that the format is the run's
+    *elastic_rules.DIVISION,  # the step's completions stay as many: elastic_rules.faults
 )
 
 
@@ -70,22 +72,26 @@ def check_run_directory(config: Config, resume: bool, processes: int, overwrite:
         )
     before = read_json(run.config_file)
     # A key newer than the run meant its default.
-    known = to_dict(config_from_dict(before["config"], str(run.config_file)))
-    changed = _changed_keys(known, to_dict(config))
+    known = config_from_dict(before["config"], str(run.config_file))
+    changed = _changed_keys(to_dict(known), to_dict(config))
     steps = before["config"]["train"]["max_steps"]
     if config.train.max_steps != steps and not config.train.lr_scheduler.startswith("constant"):
         changed.append(f"train.max_steps was {steps}, is {config.train.max_steps}, which changes the whole schedule")
     elif config.train.max_steps != steps and config.policy.quant_noise_start:
         changed.append(f"train.max_steps was {steps}, is {config.train.max_steps}, which changes the noise stages")
-    if before.get("processes", processes) != processes:
-        changed.append(f"the number of trainer processes was {before['processes']}, is {processes}")
+    changed += elastic_rules.faults(known, config, before.get("processes", processes), processes)
     if changed:
         raise BadInput(
             f"--resume: {run.path} was started with other settings: {'; '.join(changed[:5])}. Resume with the same "
             "config (saving, watch, eval, server addresses and limits may change), or start another run."
         )
     check_resumed_format(config, run)
-    made = checkpoint_step(run.newest_checkpoint())
+    checkpoint = run.newest_checkpoint()
+    splits = sharding_rules.announced() or ("DeepSpeed" if uses_deepspeed() else None)
+    trained_by = manifest_as_written(checkpoint).get("processes", before.get("processes", processes))
+    if fault := elastic_rules.split_fault((checkpoint / "optimizer.pt").exists(), splits, trained_by, processes):
+        raise BadInput(f"--resume: {run.path}: {fault}, or start another run from its adapter (policy.init_adapter).")
+    made = checkpoint_step(checkpoint)
     if config.train.max_steps < made:
         raise BadInput(
             f"--resume: {run.path} has made {made} steps, train.max_steps is {config.train.max_steps}. Raise it."
