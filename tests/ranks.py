@@ -7,8 +7,8 @@ PLAN is JSON, a list of {"processes", "arguments"} of recipes/grpo_qlora.py; fur
 
 - "copy": [from, to], "remove": [paths]: before it starts
 - "environment": {name: value}
-- "kill": {"rank", "file", "text", "delay_s", "signal"}: once `text` is in `file`, and `delay_s` later, one process gets
-  a signal, SIGKILL by default
+- "kill": {"rank", "file", "text", "delay_s", "signal"}: once `text` is in `file`, which is removed before, and
+  `delay_s` later, one process gets a signal, SIGKILL by default; with rank None, processes may fail by themselves
 
 Written beside PLAN when a run has ended: `<number>.json` with the wait statuses by rank, the seconds from the signal
 to the end of each rank, and `<number>-<rank>.txt` with what each wrote.
@@ -57,6 +57,8 @@ def start(run: dict, rank: int, port: int, output: Path) -> int:
 
 def send(kill: dict, pids: list[int]) -> float:
     """Wait for the moment and send the signal; return when that was."""
+    if kill["rank"] is None:
+        return time.monotonic()
     file, text = Path(kill["file"]), kill["text"]
     until = time.monotonic() + LONGEST_S
     while time.monotonic() < until and not (file.exists() and text in file.read_text()):
@@ -73,11 +75,14 @@ def run_all(plan: Path) -> None:
         for path in run.get("remove", ()):
             shutil.rmtree(path)
         port = free_port()
+        if run.get("kill", {}).get("file"):
+            Path(run["kill"]["file"]).unlink(missing_ok=True)
         outputs = [plan.with_name(f"{number}-{rank}.txt") for rank in range(run["processes"])]
         pids = [start(run, rank, port, output) for rank, output in enumerate(outputs)]
         began = send(run["kill"], pids) if "kill" in run else time.monotonic()
         ended: dict[int, tuple[int, float]] = {}
-        while len(ended) < len(pids) and time.monotonic() < began + LONGEST_S:
+        halted = 1 if run.get("kill", {}).get("signal") == signal.SIGSTOP else 0
+        while len(ended) < len(pids) - halted and time.monotonic() < began + LONGEST_S:
             for rank, pid in enumerate(pids):
                 if rank not in ended and (found := os.waitpid(pid, os.WNOHANG))[0]:
                     ended[rank] = os.waitstatus_to_exitcode(found[1]), time.monotonic() - began

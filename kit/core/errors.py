@@ -45,6 +45,15 @@ class MachineFailed(CheckFailed):
     """The machine failed, not the run: no space, a lost device. From the newest checkpoint it may go on."""
 
 
+class Followed(KitError):
+    """Another process of the run failed first, with this exit code; who names the cause has done so already.
+    `is_machine`: the machine failed it."""
+
+    def __init__(self, text: str, exit_code: int, is_machine: bool):
+        super().__init__(text)
+        self.exit_code, self.is_machine = exit_code, is_machine
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, with a line that says what was interrupted and how to continue."""
 
@@ -80,7 +89,8 @@ def run_command(main: Callable[[], int | None]) -> None:
     try:
         code = main()
     except KitError as error:
-        _tell(str(error))
+        if not isinstance(error, Followed):
+            _tell(str(error))
         code = error.exit_code
     except KeyboardInterrupt as error:
         sys.excepthook = _excepthook
@@ -113,6 +123,8 @@ def full_disk(error: BaseException) -> str | None:
 def is_machine_fault(error: BaseException) -> bool:
     """Whether the machine ended a run that may go on from its newest checkpoint: a full disk, or an error of the
     device or of its links. Not a lack of GPU memory, which comes back."""
+    if isinstance(error, Followed):
+        return error.is_machine
     if isinstance(error, KitError):
         return isinstance(error, MachineFailed)
     names = {kind.__name__ for kind in type(error).__mro__}

@@ -5,9 +5,11 @@ other side is stopped, a reward that hangs, a device that does not answer. So wh
 called by every forward pass, answered request, judged completion and turn of an episode. From the first step to the
 last, a process without a beat for `launch.stall_s` writes the stacks of its threads and ends with exit code 1.
 
-Every process writes one line to `logs/progress-<rank>`, once a second: its pid, the time of its last beat, and whether
-it trains. A process that is stopped, or whose interpreter is stuck, cannot end itself: its line gets old, and
-`launch.up` ends the run (`launch/starting/stall.py`). SIGUSR2 makes a trainer write its stacks at any time.
+Every process writes one line to `logs/progress-<rank>`, once a second: its pid, the time of its last beat, whether it
+trains, and its machine. A process that waits in a collective while another one samples or judges has no beat of its
+own: a beat of any process is progress of all. A process that is stopped, or whose interpreter is stuck, cannot end
+itself: its line gets old, the processes that wait for it name it, and `launch.up` ends the run
+(`launch/starting/stall.py`). SIGUSR2 makes a trainer write its stacks at any time.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,6 +30,8 @@ from kit.core.errors import CHECK_FAILED
 from kit.core.run_directory import RunDir
 
 TICK_S = 1.0
+LOOK_S = 5.0  # between looks at the other processes' lines
+ALONE_TICKS = 3  # by which the first process that can run is ahead of the others in saying what happened
 PR_SET_PDEATHSIG = 1
 LAUNCHERS = ("accelerate", "torchrun", "torch.distributed", "deepspeed")
 STATES = {
@@ -35,6 +40,8 @@ STATES = {
     "D": "waits in the kernel (state D)",
 }
 MOST_FRAMES = 4
+STACKS_S = 1.0  # for a process to write its stacks
+MACHINE = socket.gethostname()
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,11 @@ class Line:
     beat: float
     written: float
     trains: bool
+    machine: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        return self.machine in ("", MACHINE)
 
 
 class Progress:
@@ -53,10 +65,12 @@ class Progress:
 
     def __init__(self, run: RunDir, rank: int, stall_s: float, on_stall: Callable[[str], None]):
         self.run, self.rank, self.stall_s, self.on_stall = run, rank, stall_s, on_stall
-        self.file, self.stacks = run.logs / f"progress-{rank}", stacks_file(run, rank)
+        self.file, self.stacks = progress_file(run, rank), stacks_file(run, rank)
         self.trains = False
         self.last = time.time()
-        self.still_s = 0.0  # without a beat, in time during which this process ran
+        self.still_s = 0.0  # without a beat of any process, in time during which this process ran
+        self._others: dict[int, float] = {}  # last beats by rank
+        self._looked = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
 
@@ -66,6 +80,11 @@ class Progress:
         faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
         self.write()
         self._thread.start()
+
+    def silence(self) -> None:
+        self._ended.set()
+        self._thread.join(TICK_S)
+        self.file.unlink(missing_ok=True)
 
     def stop(self) -> None:
         self._ended.set()
@@ -84,20 +103,37 @@ class Progress:
             self.write()
             # Ticks, not the clock: a process that was stopped and goes on has not stood still itself.
             self.still_s += TICK_S
-            if self.trains and self.stall_s and self.still_s >= self.stall_s:
+            self._look()
+            if self.trains and self.stall_s and self.still_s >= self.stall_s and self._is_first():
                 self._end()
+
+    def _look(self) -> None:
+        """Take a beat of another process for progress."""
+        if not self.stall_s or time.monotonic() - self._looked < min(LOOK_S, self.stall_s / 4):
+            return
+        self._looked = time.monotonic()
+        others = {line.rank: line.beat for line in read_lines(self.run) if line.rank != self.rank}
+        if others != self._others:
+            self._others, self.still_s = others, 0.0
+
+    def _is_first(self) -> bool:
+        """Whether this process is the one to say that the run stands still: of those that can run, the first."""
+        if self.still_s >= self.stall_s + ALONE_TICKS * TICK_S:
+            return True
+        return not any(line.rank < self.rank and line.is_here for line in read_lines(self.run))
 
     def write(self) -> None:
         with contextlib.suppress(OSError):  # a full disk is reported by what needs it
-            self.file.write_text(f"{os.getpid()} {self.last:.3f} {int(self.trains)}\n")
+            self.file.write_text(f"{os.getpid()} {self.last:.3f} {int(self.trains)} {MACHINE}\n")
 
     def _end(self) -> None:
         with contextlib.suppress(OSError):
             faulthandler.dump_traceback(self._stacks, all_threads=True)
         others = describe_others(self.run, self.rank)
+        stacks = ", ".join(map(str, [self.stacks, *ask_for_stacks(self.run, self.rank)]))
         reason = (
             f"no progress for {self.stall_s:g} s (launch.stall_s) in process {os.getpid()}, rank {self.rank}. "
-            f"{others}It stands in {innermost()}. All stacks: {self.stacks}. Continue with --resume."
+            f"{others}It stands in {innermost()}. All stacks: {stacks}. Continue with --resume."
         )
         with contextlib.suppress(Exception):
             self.on_stall(reason)
@@ -128,6 +164,12 @@ def watched(run: RunDir, rank: int, stall_s: float, on_stall: Callable[[str], No
         progress.stop()
 
 
+def forget() -> None:
+    """Remove this process's line, as a process does that ends by itself."""
+    if _current is not None:
+        _current.silence()
+
+
 @contextlib.contextmanager
 def steps() -> Iterator[None]:
     """In the block, no progress ends the run: from the first step to the last."""
@@ -148,16 +190,41 @@ def stacks_file(run: RunDir, rank: int) -> Path:
     return run.logs / f"stacks-{rank}.txt"
 
 
-def read_lines(run: RunDir) -> list[Line]:
-    """What the processes of a run last wrote, by rank; lines of processes that are gone are left out."""
+def progress_file(run: RunDir, rank: int) -> Path:
+    return run.logs / f"progress-{rank}"
+
+
+def all_lines(run: RunDir) -> list[Line]:
+    """What the processes of a run last wrote, by rank. A process that ends by itself removes its line."""
     found = []
     for file in run.logs.glob("progress-*"):
         with contextlib.suppress(OSError, ValueError):
-            pid, last, trains = file.read_text().split()
-            if state_of(int(pid)):
-                rank = int(file.name.removeprefix("progress-"))
-                found.append(Line(rank, int(pid), float(last), file.stat().st_mtime, trains == "1"))
+            pid, last, trains, machine = file.read_text().split()
+            rank = int(file.name.removeprefix("progress-"))
+            found.append(Line(rank, int(pid), float(last), file.stat().st_mtime, trains == "1", machine))
     return sorted(found, key=lambda line: line.rank)
+
+
+def is_gone(line: Line) -> bool:
+    """Whether the process of a line no longer exists; False on another machine, which cannot be looked at."""
+    return line.is_here and not state_of(line.pid)
+
+
+def read_lines(run: RunDir) -> list[Line]:
+    """`all_lines` without those of processes that are gone."""
+    return [line for line in all_lines(run) if not is_gone(line)]
+
+
+def ask_for_stacks(run: RunDir, rank: int) -> list[Path]:
+    """Have the other processes of the run on this machine write their stacks; return the files that have any."""
+    lines = [line for line in read_lines(run) if line.rank != rank and line.is_here]
+    for line in lines:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(line.pid, signal.SIGUSR2)
+    if lines:
+        time.sleep(STACKS_S)
+    files = [stacks_file(run, line.rank) for line in lines]
+    return [file for file in files if file.is_file() and file.stat().st_size]
 
 
 def state_of(pid: int) -> str:
@@ -180,12 +247,16 @@ def describe_state(pid: int) -> str:
 
 
 def describe_others(run: RunDir, rank: int) -> str:
-    """A sentence for each other process of the run that is stopped or has stopped writing; empty if there is none."""
-    found = []
-    for line in read_lines(run):
-        late = time.time() - line.written
-        if line.rank != rank and (told := describe_state(line.pid) or (late > 5 * TICK_S and "does not run")):
+    """A sentence for each other process of the run that is stopped or has stopped writing; if there is none, one for
+    that whose last progress is the oldest, unless it is this one."""
+    lines, found = read_lines(run), []
+    for line in lines:
+        late, state = time.time() - line.written, describe_state(line.pid) if line.is_here else ""
+        if line.rank != rank and (told := state or (late > 5 * TICK_S and "does not run")):
             found.append(f"Process {line.pid}, rank {line.rank}, {told}; its last line is {late:.0f} s old. ")
+    first = min(lines, key=lambda line: line.beat, default=None)
+    if not found and first is not None and first.rank != rank:
+        found.append(f"Process {first.pid}, rank {first.rank}, is the one that is the furthest behind. ")
     return "".join(found)
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from kit.core.errors import BadInput, KitError, is_machine_fault
+from kit.core.errors import BAD_INPUT, BadInput, KitError, is_machine_fault
 from kit.core.run_directory import RunDir, read_json, write_json
 
 LOCK = ".lock"
@@ -152,16 +152,18 @@ def trains_in(run: RunDir) -> Iterator[None]:
         except BaseException as error:
             if run.replaces and _restored(run):
                 pass
-            elif isinstance(error, BadInput) and before is not None:  # a refused start changes nothing
+            elif getattr(error, "exit_code", None) == BAD_INPUT and before is not None:
+                # A refused start changes nothing.
                 (run.path / END).write_bytes(before)
             else:
                 how = INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
-                _record_end(run, how, _describe(error), is_machine_fault(error))
+                _record_end(run, how, describe_error(error), is_machine_fault(error))
             raise
         _record_end(run, DONE, "")
 
 
-def _describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """One text for `end.json`: the message of an error of the kit, else with the error's type."""
     if isinstance(error, KeyboardInterrupt):
         return "stopped by Ctrl-C"
     text = str(error) if isinstance(error, KitError) else f"{type(error).__name__}: {error}"
@@ -170,7 +172,12 @@ def _describe(error: BaseException) -> str:
 
 def record_standstill(run: RunDir, error: str) -> None:
     """Leave `end.json` for a trainer that stands still and cannot do so itself any more."""
-    _record_end(run, FAILED, error[:LONGEST_ERROR], is_machine=True)
+    record_failure(run, error, is_machine=True)
+
+
+def record_failure(run: RunDir, error: str, is_machine: bool) -> None:
+    """Leave `end.json` for a run of which this process, or another one of it, is the cause of the end."""
+    _record_end(run, FAILED, error[:LONGEST_ERROR], is_machine)
 
 
 def _record_end(run: RunDir, how: str, error: str, is_machine: bool = False) -> None:

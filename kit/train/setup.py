@@ -10,6 +10,7 @@ import inspect
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from kit.core import formats
@@ -23,7 +24,8 @@ from kit.core.config.recipe import check_recipe
 from kit.core.config.run_checks import check_run_directory
 from kit.core.config.schema import Config
 from kit.core.config.shared_gpu import describe_split, split_fault
-from kit.core.errors import BadInput, CheckFailed, Interrupted
+from kit.core.errors import BadInput, CheckFailed, Interrupted, MachineFailed
+from kit.core.first_cause import fail, first_cause
 from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat
 from kit.core.progress import end_with_launcher, steps, watched
@@ -32,6 +34,8 @@ from kit.core.run_state import drop_replaced, record_standstill, trains_in
 
 if TYPE_CHECKING:
     from kit.train.trainer import PolicyTrainer
+
+LONGEST_COLLECTIVE = timedelta(days=30)
 
 
 def say(text: str) -> None:
@@ -377,13 +381,14 @@ def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
     state = PartialState()
 
     def on_stall(reason: str) -> None:
-        if state.is_main_process:
-            record_standstill(run, reason)
+        record_standstill(run, reason)
+        fail(MachineFailed(reason))
 
     end_with_launcher()
     with (
         trains_in(run) if state.is_main_process else contextlib.nullcontext(),
         watched(run, state.process_index, config.launch.stall_s, on_stall),
+        first_cause(run, state.process_index, processes),
     ):
         if run.replaces:  # no process may look for a base.json before the old one is moved aside
             state.wait_for_everyone()
@@ -572,6 +577,15 @@ def say_alerts(run: RunDir) -> None:
             say(line)
 
 
+def wait_for_progress(stall_s: float) -> None:
+    """Let collectives wait for as long as any process makes progress. `launch.stall_s` ends a run in which none does;
+    the process group's own limit would also end one whose main process judges or samples for longer than that."""
+    from torch import distributed
+
+    if stall_s and distributed.is_available() and distributed.is_initialized():
+        distributed.distributed_c10d._set_pg_timeout(LONGEST_COLLECTIVE)
+
+
 @contextlib.contextmanager
 def training(trainer: "PolicyTrainer", facts: dict, note: str = "") -> Iterator[None]:
     """Release the servers of `trainer` on exit and verify that the base is unchanged.
@@ -584,6 +598,7 @@ def training(trainer: "PolicyTrainer", facts: dict, note: str = "") -> Iterator[
     from kit.policy.load import check_base_unchanged
 
     began = time.perf_counter()
+    wait_for_progress(trainer.config.launch.stall_s)
     try:
         with steps():
             yield
@@ -599,6 +614,7 @@ def training(trainer: "PolicyTrainer", facts: dict, note: str = "") -> Iterator[
         if trainer.accelerator.is_main_process:
             trainer.sampler.close()
     check_base_unchanged(trainer.accelerator.unwrap_model(trainer.model), facts)
+    trainer.accelerator.wait_for_everyone()  # the run is done when it is in every process
     say_alerts(trainer.run)
     say(
         f"done: {trainer.state.global_step} steps in {time.perf_counter() - began:.0f} s, base unchanged "

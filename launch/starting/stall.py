@@ -6,22 +6,18 @@ after its last, and for the other jobs, progress is processor time of the job's 
 """
 
 import contextlib
-import os
 import shlex
-import signal
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 
 from kit.core.errors import CheckFailed
-from kit.core.progress import Line, describe_state, read_lines, stacks_file
+from kit.core.progress import Line, ask_for_stacks, describe_state, read_lines
 from kit.core.run_directory import RunDir
 
 LOOK_S = 2.0
 GRACE_S = 10.0  # beyond `launch.stall_s`: a process that can end itself knows more
-STACKS_S = 1.0  # for a process to write its stacks
 
 
 class StoodStill(CheckFailed):
@@ -34,8 +30,8 @@ class StallWatch:
 
     run: RunDir
     stall_s: float
-    _shown: dict[int, float] = field(default_factory=dict)  # by process: its last progress
-    _still_s: dict[int, float] = field(default_factory=dict)  # and for how long that has been its last
+    _shown: dict[tuple[int, str], float] = field(default_factory=dict)  # by process: its last progress, its last line
+    _still_s: dict[tuple[int, str], float] = field(default_factory=dict)  # and for how long that has been its last
     _looked: float = 0.0
 
     def check(self, name: str, pid: int) -> None:
@@ -48,14 +44,20 @@ class StallWatch:
         passed, self._looked = min(now - self._looked, 2 * LOOK_S), now
         tree = _tree(pid)
         own = {process.pid for process in tree}
-        lines = [line for line in read_lines(self.run) if line.pid in own]
-        shown = {line.pid: _progress(line) for line in lines} or {pid: _processor_s(tree)}
-        self._still_s = {
+        lines = [line for line in read_lines(self.run) if line.is_here and line.pid in own]
+        shown = {(line.pid, "progress"): _progress(line) for line in lines}
+        shown |= {(line.pid, "line"): line.written for line in lines}
+        shown = shown or {(pid, "processor"): _processor_s(tree)}
+        still = {
             one: self._still_s[one] + passed if self._shown.get(one) == value else 0.0 for one, value in shown.items()
         }
-        self._shown = shown
-        worst = max(lines, key=lambda line: self._still_s[line.pid], default=None)
-        if (still_s := max(self._still_s.values())) > self.stall_s + GRACE_S:
+        self._shown, self._still_s = shown, still
+        worst = max(lines, key=lambda line: still[line.pid, "progress"], default=None)
+        still_s = max(still.values())
+        if lines:  # a beat of any process is progress of all, but one that does not even write its line has stopped
+            beats = min(still[line.pid, "progress"] for line in lines)
+            still_s = max(beats, *(still[line.pid, "line"] for line in lines))
+        if still_s > self.stall_s + GRACE_S:
             raise StoodStill(self._describe(name, tree, lines, worst, still_s))
 
     def _describe(
@@ -71,7 +73,7 @@ class StallWatch:
             told = [f"process {worst.pid}, rank {worst.rank}, is the one that is the furthest behind"]
         if not told:
             told = [f"processes {', '.join(str(process.pid) for process in tree)} use no processor time"]
-        stacks = _ask_for_stacks(self.run, lines)
+        stacks = ask_for_stacks(self.run, rank=-1) if lines else []
         more = f" Stacks: {', '.join(map(str, stacks))}." if stacks else ""
         return f"{name}: no progress for {still_s:.0f} s (launch.stall_s {self.stall_s:g}): {'; '.join(told)}.{more}"
 
@@ -101,14 +103,3 @@ def _words(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return shlex.join(process.cmdline())[-80:]
     return "?"
-
-
-def _ask_for_stacks(run: RunDir, lines: list[Line]) -> list[Path]:
-    """Have the trainers that can run write their stacks; return the files that have any."""
-    for line in lines:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(line.pid, signal.SIGUSR2)
-    if lines:
-        time.sleep(STACKS_S)
-    files = [stacks_file(run, line.rank) for line in lines]
-    return [file for file in files if file.is_file() and file.stat().st_size]

@@ -113,6 +113,8 @@ def trainer_command(
     processes = process_count(launcher, len(placement.trainer))
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launcher.path]
     words += ["--num_processes", str(processes)]
+    if launcher.is_cpu and processes > 1:  # accelerate starts only one there without MPI
+        words, environment = _on_the_cpu(processes), environment | {"ACCELERATE_USE_CPU": "true"}
     if not launcher.is_cpu:
         words += ["--gpu_ids", "all"]  # all of CUDA_VISIBLE_DEVICES, which one_gpu.yaml would override
         mixed = MIXED_PRECISION[config.model.dtype]
@@ -141,8 +143,13 @@ def gpus_to_plan(config: Config, launcher: Launcher | None, dry_run: bool) -> tu
 def check_elsewhere(config: Config, trainer: Command, processes: int) -> Command:
     """The recipe's own checks for the GPUs of another machine: as many processes, on this machine's CPU."""
     recipe = trainer.words[trainer.words.index(in_checkout(recipe_of(config))) :]
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return Command([*words, *recipe, "--dry_run"], {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
+    words = [*_on_the_cpu(processes), *recipe, "--dry_run"]
+    return Command(words, {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
+
+
+def _on_the_cpu(processes: int) -> list[str]:
+    """Words that start several processes on this machine's CPU."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
 
 
 def base_command(config_path: str, overrides: list[str], placement: Placement) -> Command:

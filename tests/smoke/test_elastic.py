@@ -27,6 +27,7 @@ def stars(prompts, completions, **columns):
 KEYS = {"data.max_train_problems": 9, "train.save_steps": 1, "train.keep_checkpoints": STEPS, "train.max_steps": STEPS}
 KEYS |= {"train.learning_rate": LEARNING_RATE}
 SAMPLED = {"rollout.correction": "none", "rollout.resample_rounds": 1, "rollout.replay_steps": 2}
+SAMPLED |= {"rollout.resample_budget": 4}  # one group a step, so that others are replaced by replayed ones
 PLACES = {1: {"train.per_device_train_batch_size": 8, "train.gradient_accumulation_steps": 2}}
 PLACES |= {2: {"train.per_device_train_batch_size": 8}, 4: {"train.per_device_train_batch_size": 4}}
 PACKED = {"train.micro_batch_tokens": 96}
@@ -78,7 +79,9 @@ def runs(tmp_path_factory, recipe_arguments, learning_model_dir) -> Runs:
         run: dict = {"processes": count, "arguments": arguments}
         if copy:
             run["copy"] = [str(folder / copy), str(folder / name)]
-            run["remove"] = [str(folder / name / f"checkpoints/step-{step:06d}") for step in range(keep + 1, STEPS + 1)]
+            run["remove"] = [
+                str(folder / name / f"checkpoints/step-{step:06d}") for step in range(keep + 1, STEPS + 1)
+            ]
         plan.append(run)
 
     add("whole", 2, served)
@@ -124,7 +127,11 @@ def test_its_completions_and_rewards_are_those_of_two_and_its_adapters_differ_by
 
 def test_each_resume_records_and_prints_how_many_processes_go_on(runs):
     found = runs.rows("chain", "resumes.jsonl")
-    assert [(row["step"], row["processes_before"], row["processes"]) for row in found] == [(1, 2, 1), (2, 1, 4), (3, 4, 2)]
+    assert [(row["step"], row["processes_before"], row["processes"]) for row in found] == [
+        (1, 2, 1),
+        (2, 1, 4),
+        (3, 4, 2),
+    ]
     stays = "the same problems in the same order, gradients summed in another order"
     assert f"processes 2 -> 1: {stays}\n" in runs.said(1)
     drawn = "; completions are drawn from other random numbers"

@@ -122,7 +122,7 @@ def test_a_process_that_waits_for_a_stopped_one_names_it(trainer, tmp_path):
 
 
 def watch(tmp_path: Path, monkeypatch, stall_s: float = 2.0) -> StallWatch:
-    for name, value in (("LOOK_S", 0.1), ("GRACE_S", 1.0), ("STACKS_S", 0.5)):
+    for name, value in (("LOOK_S", 0.1), ("GRACE_S", 1.0)):
         monkeypatch.setattr(stall, name, value)
     return StallWatch(RunDir(tmp_path), stall_s)
 

@@ -1,8 +1,8 @@
 """Resume on another number of processes, or with another division of the step: what stays the same.
 
-A step's completions are per_device_train_batch_size x processes x gradient_accumulation_steps. The data set is drawn by
-steps and a checkpoint's adapter, optimizer, schedule and kept groups are those of all processes, so a run goes on with
-the same problems in the same order as long as that product stays. Imports no torch.
+A step's completions are per_device_train_batch_size x processes x gradient_accumulation_steps. Problems are drawn step
+by step, and a checkpoint's adapter, optimizer, schedule and kept groups are those of all processes, so a run goes on
+with the same problems in the same order as long as that product stays. Imports no torch.
 """
 
 from kit.core.config.schema import Config
@@ -46,7 +46,9 @@ def split_fault(is_whole: bool, splits: str | None, processes_before: int, proce
             "accelerate_configs/one_gpu.yaml or ddp.yaml"
         )
     if not is_whole and not splits:
-        return "its checkpoint has a part of the optimizer's state per process: resume with the accelerate config of it"
+        return (
+            "its checkpoint has a part of the optimizer's state per process: resume with the accelerate config of it"
+        )
     if not is_whole and processes != processes_before:
         return (
             f"its checkpoint has the optimizer's state in {processes_before} parts, as {splits} splits it, and "
@@ -82,8 +84,7 @@ def _fitting(config: Config, processes: int, wanted: int) -> str:
     if wanted % (steps * processes) == 0:
         return f"set train.per_device_train_batch_size to {wanted // (steps * processes)}"
     if wanted % processes == 0:
-        return (
-            f"set train.per_device_train_batch_size to {wanted // processes} and train.gradient_accumulation_steps to 1"
-        )
+        size = wanted // processes
+        return f"set train.per_device_train_batch_size to {size} and train.gradient_accumulation_steps to 1"
     fits = [str(count) for count in range(1, min(wanted, 64) + 1) if wanted % count == 0]
     return f"{processes} processes do not divide it. Use {', '.join(fits)}"
