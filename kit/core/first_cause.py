@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kit.core.errors import BAD_INPUT, CHECK_FAILED, Followed, KitError
-from kit.core.progress import all_lines, forget, is_gone, read_lines
+from kit.core.progress import MACHINE, all_lines, forget, is_gone, launch_id, read_lines
 from kit.core.run_directory import RunDir, write_json
 from kit.core.run_state import describe_error, record_failure
 
-STARTED = time.time()  # what an earlier run left in the directory is older
 LOOK_S = 5.0
 LEFT_S = 30.0
 FOUND_WITHIN_S = 3.0  # a process that was killed closes its connections a moment before it is gone
@@ -42,7 +41,7 @@ class FirstCause:
     """The watch of one of several processes of a run."""
 
     def __init__(self, run: RunDir, rank: int):
-        self.run, self.rank = run, rank
+        self.run, self.rank, self.launch, self.began = run, rank, launch_id(), time.time()
         self.file = run.logs / f"failed-{rank}.json"
         self._told = threading.Lock()
         self._read, self._write = os.pipe()
@@ -68,7 +67,8 @@ class FirstCause:
         """Leave this process's error to the others."""
         text, code = describe_error(error), getattr(error, "exit_code", CHECK_FAILED)
         with contextlib.suppress(OSError):
-            write_json(self.file, {"pid": os.getpid(), "time": time.time(), "error": text, "exit_code": code})
+            left = {"pid": os.getpid(), "launch": self.launch, "time": time.time()}
+            write_json(self.file, left | {"error": text, "exit_code": code})
         if code != BAD_INPUT:  # a refused start changes nothing
             record_failure(self.run, text)
 
@@ -78,14 +78,14 @@ class FirstCause:
         for file in self.run.logs.glob("failed-*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 left = json.loads(file.read_text())
-                if file != self.file and left["time"] >= STARTED:
+                if file != self.file and self._is_current(left["launch"], left["time"]):
                     rank = file.stem.removeprefix("failed-")
                     text = f"process {left['pid']}, rank {rank}: {left['error']}"
                     found.append((left["time"], Cause(text, int(left["exit_code"]), is_told=True)))
         if found:
             return min(found, key=lambda one: one[0])[1]
         for line in all_lines(self.run):
-            if line.rank != self.rank and line.written >= STARTED and is_gone(line):
+            if line.rank != self.rank and line.launch == self.launch and is_gone(line):
                 return Cause(
                     f"process {line.pid}, rank {line.rank}, is gone and left no error: it was killed, as the kernel "
                     "does when memory runs out (see dmesg), or crashed. Continue with --resume.",
@@ -93,6 +93,12 @@ class FirstCause:
                     is_told=False,
                 )
         return None
+
+    def _is_current(self, launch: str, when: float) -> bool:
+        """Whether a failure is of this launch, not of an earlier one in the directory; another machine has another id
+        for it."""
+        is_here = launch.split("/")[0] == MACHINE
+        return launch == self.launch if is_here else when >= self.began
 
     def wait(self) -> Cause | None:
         """`look`, for `FOUND_WITHIN_S` at most."""
@@ -134,16 +140,26 @@ class FirstCause:
 
 
 _current: FirstCause | None = None
+_forking = threading.local()
 
 
-def _forget_in_child() -> None:
-    """A forked child must not write this process's signals into its pipe."""
+def _before_fork() -> None:
+    """Hold SIGTERM back: a child that gets it at once would write to the pipe of its parent, and end that."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _after_fork_in_child() -> None:
     if _current is not None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _after_fork()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
 
 
 def fail(error: BaseException) -> None:

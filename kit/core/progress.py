@@ -6,7 +6,7 @@ called by every forward pass, answered request, judged completion and turn of an
 last, a process without a beat for `launch.stall_s` writes the stacks of its threads and ends with exit code 1.
 
 Every process writes one line to `logs/progress-<rank>`, once a second: its pid, the time of its last beat, whether it
-trains, and its machine. A process that waits in a collective while another one samples or judges has no beat of its
+trains, and its launch. A process that waits in a collective while another one samples or judges has no beat of its
 own: a beat of any process is progress of all. A process that is stopped, or whose interpreter is stuck, cannot end
 itself: its line gets old, the processes that wait for it name it, and `launch.up` ends the run
 (`launch/starting/stall.py`). SIGUSR2 makes a trainer write its stacks at any time.
@@ -53,11 +53,12 @@ class Line:
     beat: float
     written: float
     trains: bool
-    machine: str = ""
+    launch: str
 
     @property
     def is_here(self) -> bool:
-        return self.machine in ("", MACHINE)
+        """Whether the process is, or was, on this machine."""
+        return self.launch.split("/")[0] == MACHINE
 
 
 class Progress:
@@ -66,7 +67,7 @@ class Progress:
     def __init__(self, run: RunDir, rank: int, stall_s: float, on_stall: Callable[[str], None]):
         self.run, self.rank, self.stall_s, self.on_stall = run, rank, stall_s, on_stall
         self.file, self.stacks = progress_file(run, rank), stacks_file(run, rank)
-        self.trains = False
+        self.trains, self.launch = False, launch_id()
         self.last = time.time()
         self.still_s = 0.0  # without a beat of any process, in time during which this process ran
         self._others: dict[int, float] = {}  # last beats by rank
@@ -124,7 +125,7 @@ class Progress:
 
     def write(self) -> None:
         with contextlib.suppress(OSError):  # a full disk is reported by what needs it
-            self.file.write_text(f"{os.getpid()} {self.last:.3f} {int(self.trains)} {MACHINE}\n")
+            self.file.write_text(f"{os.getpid()} {self.last:.3f} {int(self.trains)} {self.launch}\n")
 
     def _end(self) -> None:
         with contextlib.suppress(OSError):
@@ -190,6 +191,11 @@ def stacks_file(run: RunDir, rank: int) -> Path:
     return run.logs / f"stacks-{rank}.txt"
 
 
+def launch_id() -> str:
+    """The same in all processes of a launch on this machine, and another one in the next launch."""
+    return f"{MACHINE}/{os.getppid()}/{os.environ.get('MASTER_PORT', '')}"
+
+
 def progress_file(run: RunDir, rank: int) -> Path:
     return run.logs / f"progress-{rank}"
 
@@ -199,9 +205,9 @@ def all_lines(run: RunDir) -> list[Line]:
     found = []
     for file in run.logs.glob("progress-*"):
         with contextlib.suppress(OSError, ValueError):
-            pid, last, trains, machine = file.read_text().split()
+            pid, last, trains, launch = file.read_text().split()
             rank = int(file.name.removeprefix("progress-"))
-            found.append(Line(rank, int(pid), float(last), file.stat().st_mtime, trains == "1", machine))
+            found.append(Line(rank, int(pid), float(last), file.stat().st_mtime, trains == "1", launch))
     return sorted(found, key=lambda line: line.rank)
 
 

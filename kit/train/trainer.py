@@ -781,9 +781,8 @@ class PolicyTrainer(GRPOTrainer):
                 if self.replay:
                     self.replay.write(staged)
                 publish_adapter(policy, self.run.adapter_dir(step), step, self.policy.base_hash, adapter)
-                state = write_quantizer_state(policy, staged)
-                processes = self.accelerator.num_processes
-                commit_checkpoint(self.run, step, self.policy.base_hash, processes=processes, **state)
+                state = write_quantizer_state(policy, staged) | {"processes": self.accelerator.num_processes}
+                commit_checkpoint(self.run, step, self.policy.base_hash, **state)
                 rotate(self.run, self.config.train.keep_checkpoints)
         except SAVE_ERRORS as error:
             if not is_disk_error(error):

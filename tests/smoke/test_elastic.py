@@ -20,7 +20,7 @@ from tests.smoke.test_two_processes import fake_replica, server_keys
 STEPS, LEARNING_RATE = 5, 1e-3
 REWARD = """
 def stars(prompts, completions, **columns):
-    flat = [sum(map(ord, prompt[-1]["content"])) % 3 == 0 for prompt in prompts]
+    flat = [sum(map(ord, prompt[-1]["content"])) % 2 == 1 for prompt in prompts]
     return [1.0 if same else float(len(one[-1]["content"]) % 3) for same, one in zip(flat, completions)]
 """
 # 9 problems, four a step: two steps are a pass over the data.

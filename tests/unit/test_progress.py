@@ -14,7 +14,7 @@ import pytest
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
-from kit.core.progress import describe_others, read_lines, stacks_file, state_of
+from kit.core.progress import describe_others, launch_id, read_lines, stacks_file, state_of
 from kit.core.run_directory import RunDir
 from launch.starting import stall
 from launch.starting.stall import StallWatch, StoodStill
@@ -121,6 +121,27 @@ def test_a_process_that_waits_for_a_stopped_one_names_it(trainer, tmp_path):
     assert not describe_others(RunDir(tmp_path), 1), "this process is not another one"
 
 
+def test_a_process_that_waits_for_one_that_gets_on_has_not_stood_still(trainer):
+    """As other processes do while the main one samples or judges for all; both end once nothing gets on."""
+    works = trainer("[(time.sleep(0.5), progress.beat()) for _ in range(16)]; wait_for_a_collective()", stall_s=3)
+    said(works, "training")
+    began = time.monotonic()
+    waits = trainer("wait_for_a_collective()", rank=1, stall_s=3)
+    _, err = waits.communicate()
+    assert waits.returncode == 1 and time.monotonic() - began > 8, err
+    assert works.wait(60) == 1
+
+
+def test_the_furthest_behind_of_several_is_named_and_writes_its_stacks(trainer, tmp_path):
+    hangs = trainer("time.sleep(100)", rank=1, stall_s=900)
+    said(hangs, "training")
+    waits = trainer("time.sleep(1); progress.beat(); wait_for_a_collective()")
+    _, err = waits.communicate()
+    assert f"Process {hangs.pid}, rank 1, is the one that is the furthest behind" in err
+    stacks = stacks_file(RunDir(tmp_path), 1)
+    assert str(stacks) in err and "<module>" in stacks.read_text()
+
+
 def watch(tmp_path: Path, monkeypatch, stall_s: float = 2.0) -> StallWatch:
     for name, value in (("LOOK_S", 0.1), ("GRACE_S", 1.0)):
         monkeypatch.setattr(stall, name, value)
@@ -148,6 +169,28 @@ def test_a_stopped_trainer_is_found_from_outside(trainer, tmp_path, monkeypatch)
     message = found(outside, process.pid)
     assert f"process {process.pid}, rank 0 (" in message and "is stopped (SIGSTOP or a debugger)" in message
     assert message.startswith("trainer: no progress for ") and "(launch.stall_s 2)" in message
+
+
+def test_from_outside_too_a_beat_of_one_is_progress_of_all(tmp_path, monkeypatch):
+    outside, now = watch(tmp_path, monkeypatch), time.time()
+    own = subprocess.Popen(["sleep", "100"])
+    (tmp_path / "logs").mkdir()
+
+    def writes(rank: int, beat: float, written: float) -> None:
+        file = tmp_path / f"logs/progress-{rank}"
+        file.write_text(f"{own.pid} {beat} 1 {launch_id()}\n")
+        os.utime(file, (written, written))
+
+    try:
+        writes(0, beat=now, written=now)
+        writes(1, beat=now - 100, written=now)
+        outside.check("trainer", own.pid)
+        writes(1, beat=now - 100, written=now - 100)  # that one has stopped
+        with pytest.raises(StoodStill, match="rank 1"):
+            StallWatch(RunDir(tmp_path), 2.0, _looked=-1e9).check("trainer", own.pid)
+    finally:
+        own.kill()
+        own.wait()
 
 
 def test_a_trainer_that_runs_and_gets_nowhere_is_found_with_its_stacks(trainer, tmp_path, monkeypatch):

@@ -614,3 +614,32 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(resumed):
     made.train_run(resume=True)
     assert started == [(str(made.run.checkpoints / "step-000004"), 1)]
     assert any("step-000006" in line for line in made.recorder.said)
+
+
+@pytest.mark.parametrize(
+    ("before", "processes", "is_anew"), [(2, 1, True), (1, 2, True), (2, 2, False), (None, 2, False)]
+)
+def test_a_process_seeds_itself_anew_after_a_checkpoint_of_another_number_of_processes(
+    resumed, monkeypatch, before, processes, is_anew
+):
+    made, _ = resumed
+    folder, seeds, loaded = made.run.checkpoints / "step-000006", [], []
+    write_manifest(folder, "training-state", **({"processes": before} if before else {}))
+    monkeypatch.setattr(made.accelerator, "num_processes", processes)
+    monkeypatch.setattr(made.args, "seed", 7)
+    made.state.global_step = 6
+    monkeypatch.setattr("kit.train.checkpoint.set_seed", seeds.append)
+    monkeypatch.setattr(Trainer, "_load_rng_state", lambda self, checkpoint: loaded.append(checkpoint))
+    for rank in range(processes):
+        monkeypatch.setattr(made.accelerator, "process_index", rank)
+        made._load_rng_state(str(folder))
+    assert (len(set(seeds)), len(loaded)) == ((processes, 0) if is_anew else (0, processes))
+
+
+def test_a_resume_records_and_prints_another_number_of_processes(resumed):
+    made, _ = resumed
+    write_manifest(made.run.checkpoints / "step-000006", "training-state", processes=4)
+    made.train_run(resume=True)
+    row = json.loads(made.run.resumes_file.read_text())
+    assert (row["step"], row["processes_before"], row["processes"]) == (6, 4, 1)
+    assert any(line.startswith("processes 4 -> 1: the same problems") for line in made.recorder.said)
