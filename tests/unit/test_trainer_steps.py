@@ -626,7 +626,7 @@ def test_a_process_seeds_itself_anew_after_a_checkpoint_of_another_number_of_pro
     folder, seeds, loaded = made.run.checkpoints / "step-000006", [], []
     write_manifest(folder, "training-state", **({"processes": before} if before else {}))
     monkeypatch.setattr(made.accelerator, "num_processes", processes)
-    monkeypatch.setattr(made.args, "seed", 7)
+    made.args.seed = 7
     made.state.global_step = 6
     monkeypatch.setattr("kit.train.checkpoint.set_seed", seeds.append)
     monkeypatch.setattr(Trainer, "_load_rng_state", lambda self, checkpoint: loaded.append(checkpoint))
