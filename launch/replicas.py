@@ -21,7 +21,7 @@ POLL_S = 0.5
 ANSWER_S = 5.0  # longest wait for one answer while a server starts
 STOP_S = 20.0  # grace period for a server
 LOG_LINES = 15
-START = "===="
+START = "==== "  # torchrun's table of failures has longer lines of these
 # The last lines come from processes that went down after the first one; its error is further up.
 ERROR = re.compile(r"\b(\w*(?:Error|Exception): .+)")
 # vLLM's warnings name errors that did not occur: "This can cause fd limit errors like `OSError: [Errno 24] ...`".
@@ -205,7 +205,7 @@ def start_logged(
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a") as file:
         words = shlex.join(command).replace("\n", " ")
-        file.write(f"{START} {time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n")
+        file.write(f"{START}{time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n")
         file.flush()
         return subprocess.Popen(
             [*prefix, *command],

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kit.core.errors import BAD_INPUT, CHECK_FAILED, Followed, KitError
+from kit.core.errors import BAD_INPUT, CHECK_FAILED, Followed, KitError, is_machine_fault
 from kit.core.progress import MACHINE, all_lines, forget, is_gone, launch_id, read_lines
 from kit.core.run_directory import RunDir, write_json
 from kit.core.run_state import describe_error, record_failure
@@ -30,10 +30,11 @@ FOUND_WITHIN_S = 3.0  # a process that was killed closes its connections a momen
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a process ended; `is_told`: it prints that itself."""
+    """Why a process ended; `is_machine`: the machine failed it; `is_told`: it prints that itself."""
 
     text: str
     exit_code: int
+    is_machine: bool
     is_told: bool
 
 
@@ -68,9 +69,9 @@ class FirstCause:
         text, code = describe_error(error), getattr(error, "exit_code", CHECK_FAILED)
         with contextlib.suppress(OSError):
             left = {"pid": os.getpid(), "launch": self.launch, "time": time.time()}
-            write_json(self.file, left | {"error": text, "exit_code": code})
+            write_json(self.file, left | {"error": text, "exit_code": code, "is_machine": is_machine_fault(error)})
         if code != BAD_INPUT:  # a refused start changes nothing
-            record_failure(self.run, text)
+            record_failure(self.run, text, is_machine_fault(error))
 
     def look(self) -> Cause | None:
         """Why another process of the run has failed or is gone; None if none has."""
@@ -81,7 +82,8 @@ class FirstCause:
                 if file != self.file and self._is_current(left["launch"], left["time"]):
                     rank = file.stem.removeprefix("failed-")
                     text = f"process {left['pid']}, rank {rank}: {left['error']}"
-                    found.append((left["time"], Cause(text, int(left["exit_code"]), is_told=True)))
+                    how = int(left["exit_code"]), bool(left["is_machine"])
+                    found.append((left["time"], Cause(text, *how, is_told=True)))
         if found:
             return min(found, key=lambda one: one[0])[1]
         for line in all_lines(self.run):
@@ -90,6 +92,7 @@ class FirstCause:
                     f"process {line.pid}, rank {line.rank}, is gone and left no error: it was killed, as the kernel "
                     "does when memory runs out (see dmesg), or crashed. Continue with --resume.",
                     CHECK_FAILED,
+                    is_machine=True,
                     is_told=False,
                 )
         return None
@@ -112,7 +115,7 @@ class FirstCause:
         first = min([line.rank for line in read_lines(self.run)] + [self.rank])
         if cause.is_told or first != self.rank or not self._told.acquire(blocking=False):
             return
-        record_failure(self.run, cause.text)
+        record_failure(self.run, cause.text, cause.is_machine)
         os.write(2, f"error: {cause.text}\n".encode())  # at once: this process may be about to be killed
 
     def _listen(self) -> None:
@@ -188,7 +191,7 @@ def first_cause(run: RunDir, rank: int, processes: int) -> Iterator[None]:
             watch.fail(error)
             raise
         watch.tell(cause)
-        raise Followed(cause.text, cause.exit_code) from error
+        raise Followed(cause.text, cause.exit_code, cause.is_machine) from error
     finally:
         _current = None
         watch.stop()

@@ -122,7 +122,7 @@ def test_an_error_of_one_is_the_other_s_with_its_exit_code_and_is_printed_by_its
 
 def test_what_an_earlier_run_left_is_no_cause(rank, tmp_path):
     (tmp_path / "logs").mkdir()
-    left = {"pid": 1, "launch": f"{MACHINE}/1/", "time": 5.0, "error": "old", "exit_code": 1}
+    left = {"pid": 1, "launch": f"{MACHINE}/1/", "time": 5.0, "error": "old", "exit_code": 1, "is_machine": False}
     write_json(tmp_path / "logs/failed-1.json", left)
     (tmp_path / "logs/progress-2").write_text(f"999999 5.0 1 {MACHINE}/1/\n")
     alone = rank(0, "raise RuntimeError('mine')", left_s=0.0)
