@@ -136,6 +136,14 @@ def test_the_trainer_is_launched_with_one_process_per_gpu_and_sees_only_its_own(
     assert not gpus or (parsed.gpu_ids, parsed.mixed_precision) == ("all", "no")
 
 
+def test_several_processes_on_the_cpu_are_started_by_torchrun(tmp_path):
+    (tmp_path / "cpu.yaml").write_text("{distributed_type: MULTI_CPU, use_cpu: true, num_processes: 2}\n")
+    found = command(Placement((), (), is_machine_without=True), str(tmp_path / "cpu.yaml"))
+    assert found.words[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    assert found.words[6:] == ["recipes/grpo_qlora.py", "--config", TINY, "--run.name", "x"]
+    assert found.environment["ACCELERATE_USE_CPU"] == "true" and found.environment["OMP_NUM_THREADS"] == "1"
+
+
 def test_a_set_number_of_threads_is_kept_and_a_cpu_trainer_sees_no_gpu(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     found = command(Placement(("0",), ()), CPU)
@@ -343,12 +351,17 @@ error: the server at http://127.0.0.1:8000 is gone
 E1121 15:00:00.1 7 torch/distributed/elastic/multiprocessing/api.py:9] failed (exitcode: 2) local_rank: 0 (pid: 5)
 Traceback (most recent call last):
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+=====================================================
+recipes/grpo_qlora.py FAILED
+-----------------------------------------------------
 Failures:
 [1]:
   exitcode  : -15 (pid: 6)
+-----------------------------------------------------
 Root Cause (first observed failure):
 [0]:
   exitcode  : 2 (pid: 5)
+=====================================================
 """
 KILLED = """step 1/80 reward 0.5
 Traceback (most recent call last):
