@@ -1,9 +1,8 @@
 """Trainer processes without a launcher: runs of recipes, each by some gloo processes forked from one that has imported
 everything, which costs more than a tiny run.
 
-    python -m tests.ranks PLAN
-
-PLAN is JSON, a list of {"processes", "arguments"} of recipes/grpo_qlora.py; further keys of a run:
+The only argument is PLAN, a file with JSON: a list of {"processes", "arguments"} of recipes/grpo_qlora.py, and of
+further keys of a run:
 
 - "copy": [from, to], "remove": [paths]: before it starts
 - "environment": {name: value}
