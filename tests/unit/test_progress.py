@@ -172,25 +172,30 @@ def test_a_stopped_trainer_is_found_from_outside(trainer, tmp_path, monkeypatch)
 
 
 def test_from_outside_too_a_beat_of_one_is_progress_of_all(tmp_path, monkeypatch):
-    outside, now = watch(tmp_path, monkeypatch), time.time()
-    own = subprocess.Popen(["sleep", "100"])
-    (tmp_path / "logs").mkdir()
+    """But one that does not even write its line has stopped, whatever the others do."""
+    outside, logs = watch(tmp_path, monkeypatch), tmp_path / "logs"
+    first, second = (subprocess.Popen(["sh", "-c", "sleep 100 & wait"]) for _ in range(2))
+    monkeypatch.setattr(stall, "_tree", lambda pid: [psutil.Process(one.pid) for one in (first, second)])
+    logs.mkdir()
 
-    def writes(rank: int, beat: float, written: float) -> None:
-        file = tmp_path / f"logs/progress-{rank}"
-        file.write_text(f"{own.pid} {beat} 1 {launch_id()}\n")
-        os.utime(file, (written, written))
+    def look(until_s: float, writes: bool) -> None:
+        ends = time.monotonic() + until_s
+        while time.monotonic() < ends:
+            (logs / "progress-0").write_text(f"{first.pid} {time.time()} 1 {launch_id()}\n")
+            if writes:
+                (logs / "progress-1").write_text(f"{second.pid} 5.0 1 {launch_id()}\n")
+            outside.check("trainer", first.pid)
+            time.sleep(0.1)
 
     try:
-        writes(0, beat=now, written=now)
-        writes(1, beat=now - 100, written=now)
-        outside.check("trainer", own.pid)
-        writes(1, beat=now - 100, written=now - 100)  # that one has stopped
-        with pytest.raises(StoodStill, match="rank 1"):
-            StallWatch(RunDir(tmp_path), 2.0, _looked=-1e9).check("trainer", own.pid)
+        look(6, writes=True)
+        with pytest.raises(StoodStill, match=f"process {second.pid}, rank 1, is the one that is the furthest behind"):
+            look(60, writes=False)
     finally:
-        own.kill()
-        own.wait()
+        for process in (first, second):
+            for one in [*psutil.Process(process.pid).children(), process]:
+                one.kill()
+            process.wait()
 
 
 def test_a_trainer_that_runs_and_gets_nowhere_is_found_with_its_stacks(trainer, tmp_path, monkeypatch):
