@@ -192,7 +192,7 @@ def test_a_process_may_wait_for_another_for_longer_than_the_groups_own_limit(run
     assert [row["seconds"]["reward"] >= 8 for row in rows(runs.run("slow"), "metrics.jsonl")] == [True, True]
 
 
-def test_up_names_the_process_that_was_killed(runs, tmp_path, recipe_arguments, learning_model_dir):
+def test_up_names_the_process_that_was_killed(tmp_path, recipe_arguments, learning_model_dir):
     (tmp_path / "cpu.yaml").write_text("{distributed_type: MULTI_CPU, use_cpu: true, num_processes: 2}\n")
     run = RunDir(tmp_path / "run")
     keys = {"train.per_device_train_batch_size": 8, "train.max_steps": 50, "train.save_steps": 1}
