@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from eval.episodes import Episodes, play
 from eval.generate import Decoder, Generation, check_sampling, generate, render_prompts, set_threads
 from kit.core.chat import check_template, end_of_turn_token, model_stop_tokens, render, stop_tokens
+from kit.core.checkpoint_files import from_files
 from kit.core.errors import BadInput
 from kit.policy import stop_texts
 from kit.policy.stop_texts import StopTexts
@@ -78,7 +79,7 @@ def load_tokenizer(place: str | Path, asking: Asking) -> "PreTrainedTokenizerBas
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(place)
+    tokenizer = from_files("tokenizer", place, lambda: AutoTokenizer.from_pretrained(place))
     end_of_turn_token(tokenizer, asking.template_arguments)
     check_template(tokenizer, asking.conversations[0], asking.template_arguments)
     stop_texts.check(tokenizer, asking.stop, render(tokenizer, asking.conversations[0], asking.template_arguments))

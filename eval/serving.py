@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import requests
-import yaml
 
 from eval import vllm_log
 from eval.artifacts import POLICIES, merge_missing
@@ -31,6 +30,7 @@ from eval.serving_client import closed_loop, make_prompts, summarize, vocabulary
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, Interrupted, run_command
 from kit.core.formats import FORMATS
 from kit.core.run_directory import RunDir, manifest_as_written, read_json, read_manifest, write_json
+from kit.core.yaml_files import parse_yaml
 from launch.replicas import Replicas, Stopped, read_end
 from launch.vllm_command import Installed, Plan, installed_vllm
 
@@ -190,7 +190,10 @@ def vllm_options(words: list[str]) -> dict[str, Any]:
             raise BadInput(f"--vllm_args takes key=value, got {word!r}; a bare flag is written {key}=true.")
         if key in DECIDED:
             raise BadInput(f"--vllm_args names {key}, which the benchmark sets. Remove it.")
-        options[key] = yaml.safe_load(value)
+        try:
+            options[key] = parse_yaml(value)
+        except ValueError as error:
+            raise BadInput(f"--vllm_args {key}={value:.60} is not YAML: {error}.") from None
     return options
 
 

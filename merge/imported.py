@@ -27,6 +27,7 @@ from kit.core.run_directory import (
     stored_as,
     write_json,
 )
+from kit.core.user_files import read_text
 from kit.policy.adapter_files import (
     CONFIG,
     WEIGHTS,
@@ -40,6 +41,7 @@ from merge.card import PACKAGES
 from merge.options import import_parser
 
 TEMPLATE = "chat_template.jinja"
+MOST_PROMPTS = 1 << 28  # bytes
 
 
 def main(argv: list[str]) -> int:
@@ -278,14 +280,12 @@ def _prompts(file: Path, data: DataConfig) -> Iterator[dict]:
     """
     from kit.data.problems import prompt_of_row
 
-    if not file.is_file():
-        raise BadInput(f"--prompts {file} is not a file (seen from {Path.cwd()}).")
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(read_text(file, MOST_PROMPTS, "file of --prompts").splitlines(), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise BadInput(f"--prompts {file}, line {number} is not JSON: {error}.") from None
         found = _logged(row) if isinstance(row, dict) else None
         if found is None and isinstance(row, dict) and (prompt := prompt_of_row(data, row, f"{file}:{number}")):

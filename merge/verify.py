@@ -20,7 +20,7 @@ import torch
 
 from kit.core.cards import generation
 from kit.core.chat import arguments_of, render, special_tokens
-from kit.core.checkpoint_files import quantization_of
+from kit.core.checkpoint_files import from_files, quantization_of
 from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import INTO, RunDir, check_adapter_file, read_manifest
@@ -73,10 +73,7 @@ def read_tokenizer(directory: Path) -> Any:
     """The tokenizer of a checkpoint; `BadInput` if it has none."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"no tokenizer in {directory}: {str(error).splitlines()[0]}") from None
+    return from_files("tokenizer", directory, lambda: AutoTokenizer.from_pretrained(directory))
 
 
 def scoring_dtype(device: torch.device | str) -> torch.dtype:

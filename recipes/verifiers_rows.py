@@ -17,6 +17,7 @@ import yaml
 
 from kit.core.errors import BadInput, run_command
 from kit.core.run_directory import publish, write_manifest
+from kit.core.yaml_files import parse_yaml
 
 SPLITS = {"train": "train", "eval": "test"}  # of verifiers, and names of the files
 
@@ -43,8 +44,8 @@ def main() -> None:
     from kit.environments.verifiers import load, rows
 
     try:
-        arguments = yaml.safe_load(options.args)
-    except yaml.YAMLError:
+        arguments = parse_yaml(options.args)
+    except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         raise BadInput(f"--args must be a group of arguments, such as '{{difficulty: hard}}', it is {options.args!r}.")

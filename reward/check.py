@@ -20,6 +20,7 @@ from typing import Any
 from kit.core.config.load import load_config
 from kit.core.config.schema import RewardConfig
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser
+from kit.core.user_files import open_file
 from reward import REWARDS, function_options, is_own, reward_functions
 from reward.answer import final_answer, message_text
 from reward.answer_forms import BARE, forms_for, written
@@ -134,10 +135,8 @@ def read_rows(path: Path, task: str, make: Callable[[int, Any, str], Any] | None
 
     `make` turns (line, value, task) into a row, or raises `ValueError` with what is wrong; the default is `check`'s.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}.") from None
+    with open_file(path) as file:
+        lines = file.read().split(b"\n")
     rows, bad = [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kit.core.chat import question_messages
+from kit.core.checkpoint_files import from_files
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.progress import beat
 from reward.pool import Verdict
@@ -146,11 +147,9 @@ def check_run(
     and the longest of them fits its context. Reads no weights."""
     from transformers import AutoConfig, AutoTokenizer
 
-    try:
-        facts = AutoConfig.from_pretrained(path, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{KEY}.path: {path} cannot be read: {str(error).splitlines()[0]}") from None
+    where = f"{KEY}.path {path}"
+    facts = from_files("model config", where, lambda: AutoConfig.from_pretrained(path, local_files_only=True))
+    tokenizer = from_files("tokenizer", where, lambda: AutoTokenizer.from_pretrained(path, local_files_only=True))
     names = getattr(facts, "architectures", None) or []
     if not any(name.endswith("ForSequenceClassification") for name in names):
         raise BadInput(

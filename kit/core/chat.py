@@ -8,10 +8,10 @@ trained, evaluated and served on the same prompt. TRL tokenizes a step's prompts
 
 import contextlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
+from kit.core.checkpoint_files import from_files
 from kit.core.errors import BadInput, did_you_mean
 
 KEY = "data.chat_template_kwargs"
@@ -45,7 +45,7 @@ def faults(arguments: dict) -> list[str]:
     """Error texts for names and values that no template can take; `check_template` tests whether it reads them."""
     found = []
     for name, value in arguments.items():
-        if not isinstance(name, str) or not name.isidentifier():
+        if not name.isidentifier():
             found.append(
                 f"{KEY} names {name!r}, which is not a variable's name. Write e.g. {{enable_thinking: false}}."
             )
@@ -60,17 +60,11 @@ def _unfit(value: Any) -> str:
     """Why a value cannot be a template argument; empty if it can."""
     if isinstance(value, str) and value.lower() in WORDS:
         return f"is the text {value!r}, which a template treats as true. Write it without quotes"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"is {value}, which JSON cannot carry to a server"
-    if value is None or isinstance(value, bool | int | float | str):
-        return ""
     if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
         return f"has keys that are not text: {value!r:.60}"
     if isinstance(value, list | dict):
         return next(filter(None, map(_unfit, value.values() if isinstance(value, dict) else value)), "")
-    return (
-        f"is {value!r:.60} ({type(value).__name__}); it must be text, a number, true, false, null, a list or a mapping"
-    )
+    return ""
 
 
 def question_messages(question: str, system_prompt: str | None, suffix: str | None) -> list[dict]:
@@ -224,7 +218,12 @@ def stop_tokens(generation_config: Any, tokenizer: Any, arguments: dict | None =
     """
     closing = end_of_turn_token(tokenizer, arguments)
     stops = generation_config.eos_token_id
-    stops = [stops] if isinstance(stops, int) else list(stops or [])
+    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if wrong := [stop for stop in stops if type(stop) is not int or stop < 0]:
+        raise BadInput(
+            f"the model of {tokenizer.name_or_path} has the stop token {wrong[0]!r:.60}: eos_token_id in "
+            "generation_config.json must be the number of a token, or a list of them."
+        )
     if closing not in stops:
         shown = [tokenizer.convert_ids_to_tokens(stop) for stop in stops] or "none"
         raise BadInput(
@@ -248,10 +247,15 @@ def model_stop_tokens(
 
     if Path(model).is_dir() and not (Path(model) / "generation_config.json").is_file():
         return stop_tokens(of_config(), tokenizer, arguments)
-    try:
-        found = GenerationConfig.from_pretrained(model, revision=revision)
-    except OSError as error:
-        if Path(model).is_dir():
-            raise BadInput(f"{model}/generation_config.json cannot be read: {str(error).splitlines()[0]}") from None
-        found = of_config()  # a hub model without one
+
+    def given() -> Any:
+        return GenerationConfig.from_pretrained(model, revision=revision)
+
+    if Path(model).is_dir():
+        found = from_files("readable generation_config.json", model, given)
+    else:
+        try:
+            found = given()
+        except OSError:  # a hub model without one
+            found = of_config()
     return stop_tokens(found, tokenizer, arguments)

@@ -4,9 +4,16 @@ Reads no tensor and imports no torch.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from kit.core.errors import BadInput, full_disk
+from kit.core.user_files import read_text
+
+MOST_CONFIG = 1 << 24  # bytes; those of vision models with thousands of labels have a few 100 KB
+Read = TypeVar("Read")
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -16,6 +23,35 @@ class Header:
     # {name: (type as the file names it, shape)}, in the order of their data
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     metadata: dict[str, str]
+
+
+def read_facts(file: Path) -> dict[str, Any]:
+    """The object in a model's config.json; `BadInput` if it cannot be read."""
+    text = read_text(file, MOST_CONFIG, "model's configuration")
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{file} is not JSON: {error}") from None
+    if not isinstance(facts, dict):
+        raise BadInput(f"{file} must hold a model's configuration; it holds {facts!r:.60}.")
+    return facts
+
+
+def from_files(what: str, source: object, read: Callable[[], Read]) -> Read:
+    """`read()`, a library's reader of files that others wrote; `BadInput` with the library's reason if it fails.
+
+    transformers and tokenizers raise whatever a damaged file leads to: KeyError, TypeError, a bare Exception.
+    """
+    try:
+        return read()
+    except BadInput:
+        raise
+    except Exception as error:
+        if full_disk(error):
+            raise
+        reason = (str(error).strip().splitlines() or [""])[0]
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise BadInput(f"no {what} at {source}: {kind}{reason:.300}") from None
 
 
 def read_header(file: Path) -> Header:

@@ -21,6 +21,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 DEVICE_ERRORS = {"AcceleratorError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 # By then a launcher has stopped the other processes of a run whose main process failed.
 ALONE_S = 5.0
+LONGEST_NAME = 200  # characters of a misspelled name that a nearest one is looked for
+LONGEST_MESSAGE = 16_000
 
 
 class KitError(Exception):
@@ -60,6 +62,8 @@ class Interrupted(KeyboardInterrupt):
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
     """A sentence that suggests the nearest of `known`, preceded by `prefix`; empty if none is close."""
+    if len(name) > LONGEST_NAME:
+        return ""
     folded = {one.lower(): one for one in known}
     near = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=cutoff)
     return f" Did you mean {prefix}{folded[near[0]]}?" if near else ""
@@ -87,6 +91,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     name_commands_as_typed()
     try:
+        check_words(sys.argv[1:])
         code = main()
     except KitError as error:
         if not isinstance(error, Followed):
@@ -96,11 +101,43 @@ def run_command(main: Callable[[], int | None]) -> None:
         sys.excepthook = _excepthook
         raise KeyboardInterrupt(*error.args) from None  # for a subclass, Python 3.11 exits with 1
     except Exception as error:
-        if (reason := full_disk(error)) is None:
+        if reason := unusable_path(error):
+            _tell(reason)
+            code = BAD_INPUT
+        elif (reason := full_disk(error)) is None:
             raise
-        _tell(f"the disk is full: {reason}. Nothing half-written is taken for whole; free some space and start again.")
-        code = CHECK_FAILED
+        else:
+            told = "Nothing half-written is taken for whole; free some space and start again."
+            _tell(f"the disk is full: {reason}. {told}")
+            code = CHECK_FAILED
     sys.exit(code or DONE)
+
+
+def check_words(words: Iterable[str]) -> None:
+    """Raise `BadInput` for an argument with bytes that are not UTF-8, or with characters that a terminal obeys.
+
+    Argparse prints arguments as they are.
+    """
+    from kit.core.one_line import printable
+
+    for number, word in enumerate(words, 1):
+        if printable(word) != word:
+            raise BadInput(
+                f"argument {number} has a control character, or bytes that are not UTF-8: {word!r:.200}. Remove it, "
+                'or write it in the YAML, between double quotes, as "\\r".'
+            )
+
+
+def unusable_path(error: BaseException) -> str | None:
+    """The message for a path that no file system takes: too long, a loop of links, an unknown ~user; else None.
+
+    Paths of a configuration are checked when it is read (`user_files.path_fault`); this is for those of flags.
+    """
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return f"a path cannot be used: {error.strerror}: {error.filename!s:.200}. Name another."
+    if isinstance(error, RuntimeError) and str(error).startswith(("Symlink loop", "Could not determine home")):
+        return f"a path cannot be used: {error}. Name another."
+    return None
 
 
 def full_disk(error: BaseException) -> str | None:
@@ -157,6 +194,8 @@ def _tell(message: str) -> None:
         message = f"process {rank}: {message}"
     from kit.core.one_line import printable  # it may quote a file, a model or a server
 
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[:LONGEST_MESSAGE]} … ({len(message):,} characters)"
     print(f"error: {printable(message)}", file=sys.stderr, flush=True)
 
 

@@ -4,10 +4,10 @@ A configuration of nvidia-modelopt determines the layout (modelopt_config.py), n
 torch.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from kit.core.checkpoint_files import read_facts
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput, did_you_mean
 from kit.core.formats import FORMATS, TRAINED, QuantFormat, check_model
@@ -67,7 +67,7 @@ def faults(config: Config) -> list[str]:
     found = []
     if config.model.path and (file := Path(config.model.path) / "config.json").is_file():
         try:
-            check_model(fmt, json.loads(file.read_text()))
+            check_model(fmt, read_facts(file))
         except BadInput as error:
             found.append(str(error))
     return found

@@ -1,9 +1,15 @@
-"""Limits shared by the trainer, the server and the plan: vLLM versions, LoRA ranks and the memory of a fold."""
+"""Limits shared by the rooms: vLLM versions, LoRA ranks, the memory of a fold, and how far anything is counted."""
 
 # The tested range, upper end exclusive; the server and the trainer share this check.
 VLLM_FROM, VLLM_BELOW = (0, 26), (0, 32)
 # The ranks that vLLM 0.26 to 0.31 allocates LoRA slots for (vllm/config/lora.py).
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+# Beyond these a number is a mistake, and what counts up to it would not end.
+MOST_GPUS = 1024  # of one machine
+MOST_NODES = 10_000
+MOST_COMPLETIONS = 1 << 20  # of a step
+MOST_LAYERS = 4096
 
 # The largest layer of an 8B model (gate and up, 100 M weights) in BF16, in FP8 and as vLLM quantizes it.
 FOLD_GIB = 0.7

@@ -15,10 +15,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from kit.core.errors import BadInput, did_you_mean
 from kit.core.formats import TRAINED, ActivationFormat, QuantFormat, WeightFormat
+from kit.core.yaml_files import read_yaml
 
 # nvidia-modelopt 0.47 configurations that a layout can store, with the kit's name for that layout.
 LAYOUTS = {fmt.modelopt: fmt.name for fmt in TRAINED.values() if fmt.modelopt}
@@ -101,17 +100,9 @@ def read_file(path: Path, key: str) -> QuantFormat:
     """The format that a YAML file describes."""
     names = f"or a name: {', '.join(TRAINED)}, or that of a configuration of nvidia-modelopt"
     try:
-        content = yaml.safe_load(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        raise BadInput(
-            f"{key}: {path} does not exist (seen from {Path.cwd()}). Give the path of a YAML file, {names}."
-        ) from None
-    except IsADirectoryError:
-        raise BadInput(f"{key}: {path} is a directory. Give the path of a YAML file in it, {names}.") from None
-    except OSError as error:
-        raise BadInput(f"{key}: {path} cannot be read: {error.strerror}.") from None
-    except (yaml.YAMLError, ValueError) as error:  # an impossible date is a ValueError
-        raise BadInput(f"{key}: {path} is not YAML: {error}") from None
+        content = read_yaml(path)
+    except BadInput as error:
+        raise BadInput(f"{key}: {error} Give the path of a YAML file, {names}.") from None
     return read(content, str(path), key)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.core.errors import BadInput
+from kit.core.user_files import read_text
 from kit.data.problems import Problem
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ SAMPLING += ("rollout.stop",)
 TASK: tuple[str, ...] = ("reward.functions", "reward.weights", "reward.options")
 TASK += ("environment.factory", "environment.options", "environment.tools", "environment.max_turns")
 COMMAND = "python -m recipes.pass_rates --config …"
+MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ def read_pass_rates(path: str | Path) -> PassRates:
     """Read a file of pass rates; raises `BadInput` that names the line that is not one of it."""
     file = Path(path).expanduser()
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"data.pass_rates: {file} cannot be read: {error}. Write it with {COMMAND}") from None
+        lines = read_text(file, MOST_BYTES).split("\n")
+    except BadInput as error:
+        raise BadInput(f"data.pass_rates: {error} Write it with {COMMAND}") from None
     facts, rates = None, {}
     for number, line in enumerate(lines, 1):
         if not line:

@@ -11,6 +11,7 @@ import csv
 import difflib
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import sys
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kit.core.chat import question_messages, token_ids
 from kit.core.errors import BadInput
+from kit.core.user_files import open_file
 from kit.data.own_format import KEY, Formatter, load_format
 from reward import is_own
 from reward.answer import boxed_answer, hash_answer
@@ -47,6 +49,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Columns of TRL's and verl's data sets, taken if the default column is absent.
 KNOWN_QUESTIONS = ("prompt",)
 KNOWN_ANSWERS = ("solution", "reward_model.ground_truth")
+MOST_LINE = 1 << 26  # bytes of one row of a jsonl file
+# A compressed file that grows so much is no set of problems: a text's lines are rarely a tenth of their size.
+MOST_GROWTH, GROWS_FROM = 200, 1 << 26  # bytes out for one in; bytes out from which it counts
 SAMPLED_ROWS = 100  # whose columns count as those of the data set, before it is read
 
 
@@ -581,27 +586,38 @@ def jsonl_rows(file: Path) -> Iterator[Row]:
                 yield _as_row(source, json.loads(text))
         except UnicodeDecodeError as error:
             yield Row(source, None, f"not UTF-8: {error.reason} at byte {error.start}")
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # a ValueError: an integer of thousands of digits
             yield Row(source, None, f"invalid JSON: {error}")
 
 
 def _lines(file: Path) -> Iterator[bytes]:
     # Split on \n alone: str.splitlines would also cut at U+2028, which JSON allows inside a string.
-    if file.suffix != ".gz":
-        with open(file, "rb") as lines:
-            yield from lines
-        return
-    try:
-        with gzip.open(file, "rb") as lines:
-            yield from lines
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise BadInput(f"{file} is not a whole gzip file: {error}") from None
+    with open_file(file) as stored:
+        try:
+            lines = gzip.GzipFile(fileobj=stored) if file.suffix == ".gz" else stored
+            while line := lines.readline(MOST_LINE + 1):
+                if len(line) > MOST_LINE:
+                    raise BadInput(f"{file} has a line of more than {MOST_LINE:,} bytes. Write one object per line.")
+                _check_growth(file, lines.tell(), stored.tell())
+                yield line
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise BadInput(f"{file} is not a whole gzip file: {error}") from None
+
+
+def _check_growth(file: Path, out: int, stored: int) -> None:
+    """Raise `BadInput` if `stored` bytes of a compressed file have made so many that it was written to fill memory."""
+    if out > GROWS_FROM and out > MOST_GROWTH * stored:
+        raise BadInput(
+            f"{file} grows more than {MOST_GROWTH} times when it is unpacked ({stored:,} bytes to {out:,}): it is no "
+            "set of problems. Unpack it yourself if it is."
+        )
 
 
 def _json_rows(file: Path) -> Iterator[Row]:
     try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        with open_file(file) as stored:
+            rows = json.loads(stored.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{file} is not JSON: {error}. One object per line belongs in a .jsonl file.") from None
     if not isinstance(rows, list):
         raise BadInput(f"{file} holds a {type(rows).__name__}, expected a list of objects.")
@@ -613,7 +629,7 @@ def _csv_rows(file: Path) -> Iterator[Row]:
     """Rows of a table whose first line names the columns; every value is text, and an empty one is missing."""
     csv.field_size_limit(sys.maxsize)  # a field of 128 KiB would end the file
     try:
-        with open(file, newline="", encoding="utf-8-sig") as lines:
+        with open_file(file) as stored, io.TextIOWrapper(stored, newline="", encoding="utf-8-sig") as lines:
             table = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
             names = table.fieldnames or []
             if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -634,7 +650,12 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        with open_file(file) as stored, pyarrow.parquet.ParquetFile(stored) as table:
+            groups = [table.metadata.row_group(index) for index in range(table.metadata.num_row_groups)]
+            size = file.stat().st_size
+            _check_growth(file, sum(group.total_byte_size for group in groups), size)
+            if table.metadata.num_rows > max(SAMPLED_ROWS, size):
+                raise BadInput(f"{file} has {table.metadata.num_rows:,} rows in {size:,} bytes: they are all alike.")
             number = 0
             for batch in table.iter_batches(batch_size=4096):
                 for row in batch.to_pylist():

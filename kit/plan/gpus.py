@@ -1,6 +1,5 @@
 """Cards by name (`kit/core/cards.py`), and detection of this machine's cards."""
 
-import difflib
 import os
 import re
 import shutil
@@ -8,7 +7,8 @@ import subprocess
 from dataclasses import replace
 
 from kit.core.cards import CARDS, Card
-from kit.core.errors import BadInput
+from kit.core.errors import BadInput, did_you_mean
+from kit.core.limits import MOST_GPUS
 
 SHORT = {"h100": "h100-80g", "a100": "a100-80g", "v100": "v100-16g"}
 SHORT |= {"4090": "rtx4090", "5090": "rtx5090", "3090": "rtx3090"}
@@ -48,13 +48,15 @@ def parse_gpus(text: str) -> tuple[Card, int]:
     if key == "cpu":
         return _this_cpu(), 0
     if key not in CARDS:
-        near = difflib.get_close_matches(key, [*CARDS, *SHORT], n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise BadInput(f"--gpu {text}: unknown card {name!r}.{hint} Known: {', '.join(CARDS)}, cpu, auto.")
+        hint = did_you_mean(key, [*CARDS, *SHORT], cutoff=0.4)
+        raise BadInput(f"--gpu {text:.60}: unknown card {name[:40]!r}.{hint} Known: {', '.join(CARDS)}, cpu, auto.")
     count = 1
     if colon:
-        if not count_text.isdecimal() or int(count_text) < 1:
-            raise BadInput(f"--gpu {text}: the number of cards ({count_text or 'nothing'}) must be at least 1.")
+        if not (count_text.isdecimal() and len(count_text) < 5 and 1 <= int(count_text) <= MOST_GPUS):
+            raise BadInput(
+                f"--gpu {text:.60}: the number of cards ({count_text[:40] or 'nothing'}) must be at least 1 and at "
+                f"most {MOST_GPUS}."
+            )
         count = int(count_text)
     return CARDS[key], count
 

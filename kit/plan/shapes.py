@@ -1,7 +1,6 @@
 """Dimensions of a decoder, from its config alone: sizes known by name, a config.json, or the hub's cache."""
 
 import difflib
-import json
 import math
 import re
 from collections import Counter
@@ -9,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kit.core.checkpoint_files import from_files, read_facts
 from kit.core.config.recompute_rules import ENDS_WITH_RESIDUAL
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.formats import find_experts
+from kit.core.limits import MOST_LAYERS
 from kit.plan.decoder import Experts, LinearAttention, Shape
 from kit.plan.sizes import Facts
 
@@ -140,6 +141,7 @@ _HUB = (
     (re.compile(r"meta-llama/(?:Meta-)?Llama-3\.[12]-(\d+)B(-Instruct)?"), "llama3-{}b"),
     (re.compile(r"google/gemma-3-(\d+)b-(?:it|pt)()"), "gemma3-{}b"),
 )
+_SIZES_OF_MORE = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -189,10 +191,10 @@ def _vision_beside(source: str, revision: str | None, hidden: int) -> int:
     """Weights of the vision part in a model's config.json, in a directory or the hub's cache; 0 if there is none."""
     file = Path(source) / "config.json" if Path(source).is_dir() else _cached(source, revision)
     try:
-        facts = json.loads(file.read_text()) if file else {}
-    except (OSError, ValueError):
+        facts = read_facts(file) if file else {}
+    except BadInput:
         return 0
-    return vision_weights(facts.get("vision_config") or {}, hidden) if isinstance(facts, dict) else 0
+    return vision_weights(facts.get("vision_config") or {}, hidden)
 
 
 def _cached(source: str, revision: str | None) -> Path | None:
@@ -209,14 +211,9 @@ def _cached(source: str, revision: str | None) -> Path | None:
 
 
 def _from_file(file: Path, source: str) -> Shape:
-    try:
-        facts = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise BadInput(f"{file} does not exist. Name a model directory, a hub id, or a size (--params 8b).") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise BadInput(f"{file} is not JSON: {error}") from None
-    if not isinstance(facts, dict):
-        raise BadInput(f"{file} must hold a model's configuration; it holds {facts!r:.60}.")
+    if not file.exists():
+        raise BadInput(f"{file} does not exist. Name a model directory, a hub id, or a size (--params 8b).")
+    facts = read_facts(file)
     return shape_from_facts(_completed(facts, file), source)
 
 
@@ -229,10 +226,7 @@ def _completed(facts: Facts, file: Path) -> Facts:
         return facts
     from transformers import AutoConfig
 
-    try:
-        return AutoConfig.from_pretrained(file.parent).to_dict()
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise BadInput(f"transformers cannot read {file}: {str(error).splitlines()[0]}") from None
+    return from_files("model config", file, lambda: AutoConfig.from_pretrained(file.parent).to_dict())
 
 
 def shape_from_facts(facts: Facts, source: str) -> Shape:
@@ -241,10 +235,20 @@ def shape_from_facts(facts: Facts, source: str) -> Shape:
     A wrapped configuration (`text_config`) gives the shape of its language model, with the weights of its
     `vision_config`.
     """
-    whole, facts = facts, facts.get("text_config") or facts
-    kind = facts.get("model_type", "unknown")
-    if why := _not_covered(facts):
+    inner = facts.get("text_config") or facts
+    kind = inner.get("model_type", "unknown") if isinstance(inner, dict) else None
+    if not isinstance(kind, str):
+        raise BadInput(f"{source}: its config.json has the model_type {kind!r:.60}, which must be text.")
+    if why := _too_large(facts) or _not_covered(inner):
         raise BadInput(f"{source} ({kind}) is not covered by the plan: {why}.")
+    try:
+        return _shape(facts, inner, kind, source)
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise BadInput(f"{source}: its config.json has values of the wrong type ({reason:.200}).") from None
+
+
+def _shape(whole: Facts, facts: Facts, kind: str, source: str) -> Shape:
     heads, layers, kinds = facts["num_attention_heads"], facts["num_hidden_layers"], _layer_kinds(facts)
     tied = whole.get("tie_word_embeddings", facts.get("tie_word_embeddings"))
     return Shape(
@@ -273,13 +277,28 @@ def shape_from_facts(facts: Facts, source: str) -> Shape:
     )
 
 
+def _too_large(facts: Any) -> str | None:
+    """Which number of a config.json no model has: the plan counts layers, and multiplies sizes as floats."""
+    for key, value in facts.items():
+        if isinstance(value, dict) and (why := _too_large(value)):
+            return why
+        if isinstance(value, int | float) and not abs(value) < 2**31:
+            return f"its config.json has {key} {value!r:.40}, which is no size of a model"
+        if key in ("num_hidden_layers", "depth") and isinstance(value, int) and value > MOST_LAYERS:
+            return f"its config.json has {key} {value:,}, more than {MOST_LAYERS:,}"
+    return None
+
+
 def _not_covered(facts: Facts) -> str | None:
     """Why the plan does not cover a model; None if it does."""
     kind, experts = facts.get("model_type", "unknown"), find_experts(facts)
-    if missing := [key for key in _NEEDED if not isinstance(facts.get(key), int)]:
+    if missing := [key for key in _NEEDED if not _is_size(facts.get(key))]:
         return f"its config.json has no {missing[0]}, so it is no decoder of attention and MLP like Qwen or Llama"
-    if not experts and not isinstance(facts.get("intermediate_size"), int):
+    if not experts and not _is_size(facts.get("intermediate_size")):
         return "its config.json has no intermediate_size, the width of its MLP"
+    for key in _SIZES_OF_MORE:
+        if facts.get(key) and not _is_size(facts[key]):
+            return f"its config.json has {key} {facts[key]!r:.60}, which is no number of at least 1"
     if kind in REFUSED:
         return REFUSED[kind]
     if facts.get("kv_lora_rank"):
@@ -298,6 +317,10 @@ def _not_covered(facts: Facts) -> str | None:
     if _layer_kinds(facts)["linear_attention"] and not facts.get("linear_num_value_heads"):
         return "its linear attention is not the gated delta rule (linear_num_value_heads) of Qwen3.5 and Qwen3-Next"
     return None
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _layer_kinds(facts: Facts) -> Counter[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.core.chat import check_template, model_stop_tokens, question_messages, render
+from kit.core.checkpoint_files import from_files
 from kit.core.config import expert_rules
 from kit.core.config.schema import Config, PolicyConfig
 from kit.core.config.sharding_rules import announced
@@ -177,10 +178,13 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     source = config.model.source
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=config.model.revision, padding_side="left")
-    except (OSError, ValueError) as error:
-        raise BadInput(f"no tokenizer at {source}: {str(error).splitlines()[0]}") from None
+
+    def read() -> "PreTrainedTokenizerBase":
+        found = AutoTokenizer.from_pretrained(source, revision=config.model.revision, padding_side="left")
+        found("2 + 40?")  # some wrong values are read only here
+        return found
+
+    tokenizer = from_files("tokenizer", source, read)
     if tokenizer.chat_template is None:
         raise BadInput(
             f"{source} has no chat template, so prompts cannot be rendered. Use an instruction-tuned model."

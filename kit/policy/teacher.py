@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kit.core.checkpoint_files import read_header
+from kit.core.checkpoint_files import from_files, read_header
 from kit.core.config.distill_rules import is_own_model
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
@@ -92,11 +92,9 @@ def _check_model(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
     try:
         theirs = unquantized_config(name, revision)
         check_complete(name, theirs)
-        other = AutoTokenizer.from_pretrained(name, revision=revision)
+        other = from_files("tokenizer", name, lambda: AutoTokenizer.from_pretrained(name, revision=revision))
     except BadInput as error:
         raise BadInput(f"distill.teacher: {error}") from None
-    except (OSError, ValueError) as error:
-        raise BadInput(f"distill.teacher: no tokenizer at {name}: {str(error).splitlines()[0]}") from None
     if tokenizer_hash(other) != tokenizer_hash(tokenizer):
         raise BadInput(
             f"distill.teacher {name} has another tokenizer than {config.model.source} ({len(other):,} and "

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from kit.core.checkpoint_files import quantization_of
+from kit.core.checkpoint_files import from_files, quantization_of
 from kit.core.errors import BadInput
-from kit.weights.checkpoint import checkpoint_shards, pass_full_disk
+from kit.weights.checkpoint import checkpoint_shards
 from kit.weights.layout import parameter_shapes
 from kit.weights.plain_linear import plain_linears
 from kit.weights.wrapped import is_of_language, language_config, language_name, wrapper_of
@@ -26,11 +26,7 @@ def read_config(path: str | Path, revision: str | None = None) -> Any:
     """Read the transformers config of a checkpoint, local or on the hub; `BadInput` if there is none."""
     from transformers import AutoConfig
 
-    try:
-        return AutoConfig.from_pretrained(str(path), revision=revision)
-    except (OSError, ValueError) as error:
-        pass_full_disk(error)
-        raise BadInput(f"no model config at {path}: {str(error).splitlines()[0]}") from None
+    return from_files("model config", path, lambda: AutoConfig.from_pretrained(str(path), revision=revision))
 
 
 def unquantized_config(path: str | Path, revision: str | None = None) -> Any:

@@ -12,7 +12,7 @@ from kit.core.config.schema import Config
 from kit.core.config.trl_rules import FLOOR_FIELD
 from kit.core.errors import BadInput
 from kit.core.formats import find_experts
-from kit.core.limits import SERVED_RANKS
+from kit.core.limits import MOST_GPUS, MOST_NODES, SERVED_RANKS
 from kit.core.run_directory import base_directory, read_json
 from reward import MODELS, is_own
 
@@ -57,6 +57,8 @@ def translate(
     processes = here(config) if processes is None else processes
     if min(processes, cluster.nodes, cluster.gpus_per_node) < 1:
         raise BadInput("--processes, --nodes and --gpus_per_node must be at least 1.")
+    if cluster.nodes > MOST_NODES or cluster.gpus_per_node > MOST_GPUS:
+        raise BadInput(f"--nodes must be at most {MOST_NODES}, --gpus_per_node at most {MOST_GPUS}.")
     check_config(config, processes)
     if faults := _impossible(config, cluster, processes):
         raise BadInput("\n".join(faults))

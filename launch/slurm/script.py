@@ -12,6 +12,7 @@ from kit.core.config.checks import check_config
 from kit.core.config.recipe import recipe_of
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
+from kit.core.limits import MOST_GPUS, MOST_NODES
 from kit.core.one_line import in_comment
 from kit.core.run_directory import base_directory
 from kit.plan.placement import place
@@ -21,6 +22,7 @@ from launch.vllm_command import Installed, plans
 TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]*")
 ACCUMULATION = "train.gradient_accumulation_steps"
+MOST_CPUS = 1024  # of a GPU
 GRACE_S = 300  # before the time limit, left for ending both sides
 
 
@@ -100,8 +102,13 @@ def _check_job(job: Job, config: Config) -> None:
     found = []
     if job.nodes > 2 and job.gpus == 0:
         found.append("--gpus_per_node 0 is for one or two CPU nodes: the kit trains on one of them.")
-    least = {"--nodes": (job.nodes, 1), "--gpus_per_node": (job.gpus, 0), "--cpus_per_gpu": (job.cpus_per_gpu, 1)}
-    found += [f"{flag} ({value}) must be at least {low}." for flag, (value, low) in least.items() if value < low]
+    for flag, value, least, most in (
+        ("--nodes", job.nodes, 1, MOST_NODES),
+        ("--gpus_per_node", job.gpus, 0, MOST_GPUS),
+        ("--cpus_per_gpu", job.cpus_per_gpu, 1, MOST_CPUS),
+    ):
+        if not least <= value <= most:
+            found.append(f"{flag} ({value}) must be at least {least} and at most {most}.")
     if not TIME.fullmatch(job.time):
         found.append(f"--time {job.time!r} is none of Slurm's formats. Write 24:00:00, 2-12:00:00 or minutes.")
     for flag, name in (("--partition", job.partition), ("--account", job.account)):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kit.core.config.recipe import recipe_of
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
+from kit.core.limits import MOST_GPUS, MOST_NODES
+from kit.core.yaml_files import read_yaml
 from kit.plan.placement import Placement
 from launch.vllm_command import ROOT, visible_gpus
 
@@ -47,17 +47,16 @@ class Command:
 def read_accelerate(path: str) -> dict[str, Any]:
     """The content of an accelerate configuration; `BadInput` if the file is not one."""
     try:
-        facts = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise BadInput(f"--launcher {path}: {why}. Name a file of accelerate_configs.") from None
+        facts = read_yaml(path)
+    except BadInput as error:
+        raise BadInput(f"--launcher: {error} Name a file of accelerate_configs.") from None
     if not isinstance(facts, dict) or "distributed_type" not in facts:
         raise BadInput(
             f"--launcher {path} is not an accelerate configuration (no distributed_type). See accelerate_configs."
         )
     for key in ("num_processes", "num_machines"):
-        if not isinstance(facts.get(key, 1), int) or facts.get(key, 1) < 1:
-            raise BadInput(f"--launcher {path}: {key} is {facts[key]!r}. Write a number from 1.")
+        if type(value := facts.get(key, 1)) is not int or not 1 <= value <= MOST_NODES * MOST_GPUS:
+            raise BadInput(f"--launcher {path}: {key} is {value!r:.60}. Write a number from 1.")
     return facts
 
 

@@ -137,11 +137,11 @@ def test_a_file_that_is_not_a_configuration_is_refused(tmp_path, text, message):
 
 def test_bytes_that_are_not_text_and_a_missing_file_are_refused(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(BadInput, match="is not YAML"):
+    with pytest.raises(BadInput, match="is not UTF-8: invalid start byte at byte 0"):
         load_config(tmp_path / "binary.yaml")
     with pytest.raises(BadInput, match="no config file at"):
         load_config(tmp_path / "absent.yaml")
-    with pytest.raises(BadInput, match="cannot be read as a config file: Is a directory"):
+    with pytest.raises(BadInput, match="cannot be read as a config file: it is a directory"):
         load_config(tmp_path)
 
 

@@ -426,7 +426,7 @@ def test_recipe_checks_that_hang_or_break_are_a_failed_check(monkeypatch, tiny_m
         (["--config", "none.yaml"], "no config file at none.yaml"),
         (["--config", str(TINY), "--train.max_stps", "3"], "Did you mean train.max_steps?"),
         (["--train.max_steps", "3"], "need --config"),
-        (["--launcher", "none.yaml"], "--launcher none.yaml: No such file"),
+        (["--launcher", "none.yaml"], "--launcher: no YAML file at none.yaml"),
         (["--launcher", str(TINY)], "no distributed_type"),
         (["--launcher", "bad"], "num_processes is 'all'"),
     ],

@@ -128,12 +128,14 @@ def test_a_yaml_in_modelopts_form_is_the_format_that_it_describes(name, tmp_path
 
 def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path):
     missing = refusal("none.yaml")
-    assert f"policy.quant_cfg: none.yaml does not exist (seen from {Path.cwd()})" in missing
+    assert f"policy.quant_cfg: no YAML file at none.yaml (seen from {Path.cwd()})" in missing
     assert "the path of a YAML file, or a name: fp8, fp8_block" in missing
-    assert "none.yaml does not exist" in refusal(__file__ + "/none.yaml")
-    assert f"{tmp_path} is a directory. Give the path of a YAML file" in refusal(str(tmp_path))
+    assert "none.yaml cannot be read as a YAML file: Not a directory" in refusal(__file__ + "/none.yaml")
+    assert f"{tmp_path} cannot be read as a YAML file: it is a directory. Give the path of a YAML file" in refusal(
+        str(tmp_path)
+    )
     (tmp_path / "date.yaml").write_text("quant_cfg: 2026-13-01")
-    assert "date.yaml is not YAML: month" in refusal(str(tmp_path / "date.yaml"))
+    assert "date.yaml cannot be deployed: quant_cfg is str" in refusal(str(tmp_path / "date.yaml"))
     (tmp_path / "a.yaml").write_text("quant_cfg: [")
     assert "a.yaml is not YAML" in refusal(str(tmp_path / "a.yaml"))
     (tmp_path / "b.yaml").write_text("- 1")

@@ -162,7 +162,7 @@ def test_a_bad_row_is_named_before_anything_is_scored(write, monkeypatch, capsys
         (ROW, ["--task", "math", "--workers", "0"], "reward.workers (0)"),
         (ROW, ["--task", "math", "--config", "none.yaml"], "no config file at none.yaml"),
         ([], ["--task", "math"], "has no rows"),
-        (None, ["--task", "math"], "cannot read"),
+        (None, ["--task", "math"], "no file at"),
     ],
 )
 def test_a_wrong_flag_or_file_is_bad_input(write, rows, flags, message):
@@ -289,7 +289,7 @@ def test_an_unknown_task_and_options_for_many_are_bad_input():
         (["audit", "--help"], 0, "--json"),
         ([], 2, "the following arguments are required: command"),
         (["chek"], 2, "invalid choice: 'chek'"),
-        (["check", "none.jsonl", "--task", "math"], 2, "error: cannot read none.jsonl"),
+        (["check", "none.jsonl", "--task", "math"], 2, "error: no file at none.jsonl"),
         (["audit", "none"], 2, "error: no run directory at none"),
     ],
 )

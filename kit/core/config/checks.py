@@ -1,6 +1,5 @@
 """Checks of a configuration across keys, before any weight is loaded."""
 
-import math
 import os
 import re
 
@@ -24,7 +23,7 @@ from kit.core.config import (
 )
 from kit.core.config.schema import Config, limit_faults
 from kit.core.errors import BadInput
-from kit.core.limits import SERVED_RANKS
+from kit.core.limits import MOST_COMPLETIONS, SERVED_RANKS
 
 
 def world_size() -> int:
@@ -77,7 +76,13 @@ def _batch(config: Config, processes: int) -> list[str]:
     group, train = config.rollout.group_size, config.train
     batch = train.per_device_train_batch_size * processes * train.gradient_accumulation_steps
     found = []
-    if group > 1 and batch % group and not config.sft.is_given:
+    if batch > MOST_COMPLETIONS:
+        found.append(
+            f"a step would have {batch:,} completions ({train.per_device_train_batch_size:,} per device x "
+            f"{processes:,} processes x {train.gradient_accumulation_steps:,} steps), more than {MOST_COMPLETIONS:,}. "
+            "Lower train.per_device_train_batch_size or train.gradient_accumulation_steps."
+        )
+    elif group > 1 and batch % group and not config.sft.is_given:
         fits = [str(size) for size in range(2, min(batch, 1024) + 1) if batch % size == 0][:6]
         found.append(
             f"rollout.group_size ({group}) must divide the generation batch ({train.per_device_train_batch_size} per "
@@ -227,7 +232,7 @@ def _lists(config: Config) -> list[str]:
         found.append("reward.functions is empty. Name at least one reward function.")
     if reward.weights is not None and len(reward.weights) != len(reward.functions):
         found.append(f"reward.weights has {len(reward.weights)} entries for {len(reward.functions)} reward.functions.")
-    if reward.weights and not (all(map(math.isfinite, reward.weights)) and any(reward.weights)):
+    if reward.weights and not any(reward.weights):
         found.append(f"reward.weights ({reward.weights}) must be numbers, at least one of them not 0.")
     if reward.answer_form is not None and "{answer}" not in reward.answer_form:
         found.append(

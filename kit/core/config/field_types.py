@@ -1,26 +1,34 @@
-"""Read the configuration's YAML, match its values to the fields' annotated types, and spell out those types.
+"""Match a configuration's values to the fields' annotated types, and spell out those types.
 
 Imports no torch.
 """
 
+import math
 import types
 import typing
 from typing import Any, Literal
 
-import yaml
+from kit.core.yaml_files import INTEGERS
+
+MOST_TEXT = 100_000  # characters of one value
+COUNTS = 2**31  # no key counts further, and what the plan adds up stays within 64 bits
 
 
-class StrictLoader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys in a group; PyYAML silently keeps the last one."""
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """Read a group as PyYAML does; raise `yaml.YAMLError` with the line of a duplicate key."""
-        node, seen = super().compose_mapping_node(anchor), set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.composer.ComposerError(None, None, f"duplicate key {key.value}", key.start_mark)
-            seen.add(str(key.value))
-        return node
+def unkept(value: Any) -> str:
+    """Why a value cannot be kept in config.json, as the end of a sentence; empty if it can."""
+    if isinstance(value, dict | list):
+        held = [one for pair in value.items() for one in pair] if isinstance(value, dict) else value
+        why = next(filter(None, map(unkept, held)), "")
+        return why and why.replace("is ", "holds ", 1)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"is {value}, which JSON cannot carry"
+    if type(value) is int and not -INTEGERS < value < INTEGERS:
+        return f"is an integer of {value.bit_length():,} bits, more than 63"
+    if isinstance(value, str) and len(value) > MOST_TEXT:
+        return f"is a text of {len(value):,} characters, more than {MOST_TEXT:,}"
+    if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+        return f"is {value!r:.60}, which has a NUL or a byte that is not UTF-8"
+    return ""
 
 
 def match_type(value: Any, hint: Any) -> tuple[bool, Any]:
@@ -36,15 +44,16 @@ def match_type(value: Any, hint: Any) -> tuple[bool, Any]:
         results = [match_type(entry, options[0]) for entry in value] if isinstance(value, list) else [(False, value)]
         return all(ok for ok, _ in results), [entry for _, entry in results]
     if origin is dict:
-        return isinstance(value, dict), value
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value), value
     if hint is types.NoneType:
         return value is None, None
     if hint is float and isinstance(value, str | int) and not isinstance(value, bool):
         # YAML 1.1 reads 1e-4 (no dot) as a string.
         try:
-            return True, float(value)
-        except ValueError:
+            number = float(value)
+        except (ValueError, OverflowError):
             return False, value
+        return True, number
     return type(value) is hint, value
 
 

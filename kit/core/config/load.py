@@ -16,10 +16,11 @@ from typing import Any
 import yaml
 
 from kit.core import chat, own_code
-from kit.core.config.field_types import StrictLoader, literals, match_type, spell_type
-from kit.core.config.schema import Config
+from kit.core.config.field_types import COUNTS, literals, match_type, spell_type, unkept
+from kit.core.config.schema import SEED, WHEN_READ, Config
 from kit.core.errors import BadInput, did_you_mean
 from kit.core.format_names import read_quant_format
+from kit.core.yaml_files import parse_yaml, read_yaml
 
 FLAGS = ("config", "dry_run", "resume", "overwrite")  # of a recipe; suggested for a misspelled argument
 # What a new run sets or changes first, in the order of `--help`.
@@ -62,14 +63,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), flags: t
     """The configuration of a YAML file with command-line overrides (`--group.key value` or `--group.key=value`)."""
     values: dict = {}
     if path is not None:
-        try:
-            values = yaml.load(Path(path).read_text(), StrictLoader)
-        except FileNotFoundError:
-            raise BadInput(f"no config file at {path}.") from None
-        except OSError as error:
-            raise BadInput(f"{path} cannot be read as a config file: {error.strerror}.") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise BadInput(f"{path} is not YAML: {error}") from None
+        values = read_yaml(path, "config file")
         if not isinstance(values, dict):
             raise BadInput(f"{path} must hold the groups {', '.join(_names(Config))}; it holds {values!r:.60}.")
     config = resolve(values, overrides, str(path or "defaults"), flags)
@@ -190,7 +184,9 @@ def _build(kind: Any, values: Any, prefix: str, where: str, faults: list[str]) -
         return None
     hints, known, arguments = typing.get_type_hints(kind), _names(kind), {}
     for key in values:
-        if replaced := REPLACED.get(f"{prefix}{key}"):
+        if why := unkept(key):
+            faults.append(f"{where}: a key of {prefix.rstrip('.') or 'the file'} {why}.")
+        elif replaced := REPLACED.get(f"{prefix}{key}"):
             now = replaced.get(values[key]) if isinstance(values[key], bool) else " or ".join(replaced.values())
             faults.append(f"{where}: {prefix}{key} no longer exists. Use {now} instead.")
         elif key not in known:
@@ -202,7 +198,14 @@ def _build(kind: Any, values: Any, prefix: str, where: str, faults: list[str]) -
             arguments[name] = _build(hint, {} if group is None else group, f"{prefix}{name}.", where, faults)
         elif name in values:
             matched, arguments[name] = match_type(values[name], hint)
-            if not matched:
+            limit = item.metadata.get("limit")
+            if why := unkept(arguments[name] if matched else values[name]):
+                faults.append(f"{where}: {prefix}{name} {why}.")
+            elif matched and type(values[name]) is int and values[name] >= COUNTS and limit is not SEED:
+                faults.append(f"{where}: {prefix}{name} ({values[name]}) must be below {COUNTS:,}.")
+            elif matched and limit in WHEN_READ and values[name] is not None and not limit.holds(values[name]):
+                faults.append(f"{where}: {prefix}{name} ({values[name]!r:.60}) must be {limit.words}.")
+            elif not matched:
                 it = f"{values[name]!r:.60} ({type(values[name]).__name__})"
                 faults.append(f"{where}: {prefix}{name} must be {spell_type(hint)}, it is {it}.")
         elif item.default is MISSING and item.default_factory is MISSING:
@@ -225,12 +228,14 @@ def _split_overrides(arguments: list[str], flags: tuple[str, ...]) -> list[tuple
             if not arguments:
                 raise BadInput(f"--{key} needs a value.")
             text = arguments.pop(0)
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
         # If text is expected, take the argument literally: a name like 007, a prompt with a colon in it.
         kind = known.get(key, (None,))[0]
+        try:
+            value = text if kind is str else parse_yaml(text)
+        except ValueError as error:
+            if typing.get_origin(kind) in (list, dict):
+                raise BadInput(f"--{key} {text[:60]!r} is not YAML: {error}.") from None
+            value = text
         pairs.append((key, text if kind is str or (kind == (str | None) and value is not None) else value))
     return pairs
 

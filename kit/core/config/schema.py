@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 from kit.core.config.choices import OPTIMIZERS, REFERENCES, REWARDS, TRACKERS
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS, TRAINED
+from kit.core.limits import MOST_GPUS
+from kit.core.user_files import MOST_NAME, MOST_PATH, path_fault
 
 TRAIN = "train"  # policy.quant_calib_data: the run's own training prompts
 
@@ -39,8 +41,18 @@ MIXTURE = Limit(
 CHUNK = Limit("from 1 to 4096, TRL's own tile", lambda value: 1 <= value <= 4096)
 SEED = Limit(f"between 0 and {2**31 - 1}", lambda value: 0 <= value < 2**31)
 NAME = Limit(
-    "letters, digits, '.', '_' and '-': it names directories",
-    lambda value: bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value)),
+    "at most 100 letters, digits, '.', '_' and '-': it names directories",
+    lambda value: bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value)),
+)
+GPUS = Limit(
+    f"at most {MOST_GPUS} numbers of GPUs, from 0 to {MOST_GPUS - 1}",
+    lambda value: len(value) <= MOST_GPUS and all(0 <= gpu < MOST_GPUS for gpu in value),
+)
+URLS = Limit(f"at most {MOST_GPUS} URLs", lambda value: len(value) <= MOST_GPUS)
+PATH = Limit(
+    f"a path without control characters, of at most {MOST_NAME} bytes between slashes and {MOST_PATH:,} in all, that "
+    "is no loop of links and starts with no unknown ~user",
+    lambda value: not path_fault(value),
 )
 
 
@@ -56,15 +68,21 @@ def _option(default: Any = MISSING, help: str = "", limit: Limit | None = None, 
     return field(default=default, metadata=metadata)
 
 
+# Limits of what a configuration is read for before it is checked as a whole: files, directories, GPUs.
+WHEN_READ = (NAME, PATH, GPUS, URLS)
+
+
 @dataclass(kw_only=True)
 class RunConfig:
     name: str = _option(
         help="name of the run; its directory is runs/<name> unless output_dir says otherwise", limit=NAME
     )
-    output_dir: str | None = _option(None, "run directory; must not hold another run")
+    output_dir: str | None = _option(None, "run directory; must not hold another run", limit=PATH)
     seed: int = _option(0, "seed of in-process sampling, adapter initialization and data order", SEED)
     imported_from: str | None = _option(
-        None, "adapter of another program that python -m merge import made this run of, which sets this key"
+        None,
+        "adapter of another program that python -m merge import made this run of, which sets this key",
+        limit=PATH,
     )
 
     @property
@@ -74,9 +92,9 @@ class RunConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    id: str = _option(help="hub id of the 16-bit base model, e.g. Qwen/Qwen3-8B")
-    path: str | None = _option(None, "local directory of the base model; overrides id")
-    revision: str | None = _option(None, "hub revision (branch, tag or commit)")
+    id: str = _option(help="hub id of the 16-bit base model, e.g. Qwen/Qwen3-8B", limit=PATH)
+    path: str | None = _option(None, "local directory of the base model; overrides id", limit=PATH)
+    revision: str | None = _option(None, "hub revision (branch, tag or commit)", limit=PATH)
     dtype: Literal["bfloat16", "float16", "float32"] = _option(
         "bfloat16",
         "dtype of activations and of dequantized weights; float16, with loss scaling, for GPUs without BF16",
@@ -131,11 +149,17 @@ class PolicyConfig:
     init_adapter: str | None = _option(
         None,
         "adapter directory to start from, of a run or as peft, TRL or Unsloth save it (same base, rank and targets)",
+        limit=PATH,
     )
     quant_cfg: str | None = _option(
-        None, "format to train for; also an nvidia-modelopt name, or its YAML; null: none", choices=tuple(TRAINED)
+        None,
+        "format to train for; also an nvidia-modelopt name, or its YAML; null: none",
+        choices=tuple(TRAINED),
+        limit=PATH,
     )
-    quant_calib_data: str = _option("train", "prompts that calibrate activation ranges: train, or a local jsonl file")
+    quant_calib_data: str = _option(
+        "train", "prompts that calibrate activation ranges: train, or a local jsonl file", limit=PATH
+    )
     quant_calib_size: int = _option(128, "prompts to calibrate with", FROM_1)
     quant_batch_size: int = _option(8, "prompts per forward of the calibration", FROM_1)
     quant_sequence_length: int = _option(512, "tokens of a prompt that the calibration uses", FROM_1)
@@ -186,7 +210,7 @@ class RolloutConfig:
         "importance sampling correction for the sampler-trainer mismatch; token_truncate is TIS, token_mask is MIS",
     )
     correction_cap: float = _option(2.0, "cap C of the importance ratio")
-    server_urls: list[str] = _option(["http://127.0.0.1:8000"], "base URLs of the vLLM replicas")
+    server_urls: list[str] = _option(["http://127.0.0.1:8000"], "base URLs of the vLLM replicas", URLS)
     sync: Literal["remerge", "adapter"] = _option(
         "remerge", "remerge: replicas fold each adapter into their weights; adapter: they serve it unmerged"
     )
@@ -211,7 +235,7 @@ class RolloutConfig:
 @dataclass(kw_only=True)
 class ServerConfig:
     base: str | None = _option(
-        None, "directory of the dequantized base (python -m merge base); default models/bases/<name>"
+        None, "directory of the dequantized base (python -m merge base); default models/bases/<name>", limit=PATH
     )
     weights: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "bf16"] = _option(
         "fp8_per_channel", "format in which vLLM stores the dequantized base"
@@ -226,7 +250,7 @@ class ServerConfig:
     )
     kv_cache: Literal["auto", "fp8"] = _option("auto", "dtype of the KV cache; auto is the model's own")
     tensor_parallel: int = _option(1, "GPUs per replica", FROM_1)
-    gpus: list[int] | None = _option(None, "GPUs of the replicas, tensor_parallel each; default what CUDA shows")
+    gpus: list[int] | None = _option(None, "GPUs of the replicas, tensor_parallel each; default what CUDA shows", GPUS)
     gpu_memory_utilization: float = _option(
         0.9, "share of the GPU's memory that a replica may take, weights and KV cache", SHARE_ABOVE_0
     )
@@ -308,14 +332,16 @@ class EnvironmentConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    id: str | None = _option(None, "hub id of the problem set, e.g. openai/gsm8k")
-    config: str | None = _option(None, "hub configuration name, e.g. main")
+    id: str | None = _option(None, "hub id of the problem set, e.g. openai/gsm8k", limit=PATH)
+    config: str | None = _option(None, "hub configuration name, e.g. main", limit=PATH)
     path: str | None = _option(
-        None, "local jsonl/json/csv/tsv/parquet file, folder of <split>.jsonl, or of save_to_disk; overrides id"
+        None,
+        "local jsonl/json/csv/tsv/parquet file, folder of <split>.jsonl, or of save_to_disk; overrides id",
+        limit=PATH,
     )
-    train_split: str = _option("train", "split to train on")
-    eval_split: str = _option("test", "held-out split")
-    eval_path: str | None = _option(None, "local file of held-out problems; overrides eval_split")
+    train_split: str = _option("train", "split to train on", limit=PATH)
+    eval_split: str = _option("test", "held-out split", limit=PATH)
+    eval_path: str | None = _option(None, "local file of held-out problems; overrides eval_split", limit=PATH)
     heldout_fraction: float | None = _option(
         None, "hold out this share of the training split instead of reading another, by a hash of each question", PART
     )
@@ -351,7 +377,7 @@ class DataConfig:
         "the merged checkpoint",
     )
     pass_rates: str | None = _option(
-        None, "file of measured pass rates of the training problems (python -m recipes.pass_rates)"
+        None, "file of measured pass rates of the training problems (python -m recipes.pass_rates)", limit=PATH
     )
     min_pass_rate: float = _option(0.0, "with pass_rates: leave out problems below this share of right answers", SHARE)
     max_pass_rate: float = _option(1.0, "with pass_rates: leave out problems above this share of right answers", SHARE)
@@ -415,7 +441,7 @@ class TrainConfig:
     weight_decay: float = _option(0.0, "AdamW weight decay", FROM_0)
     optimizer: str = _option("adamw_torch", "optimizer, as transformers names it", choices=OPTIMIZERS)
     gpus: list[int] | None = _option(
-        None, "GPUs of the trainer under launch.up, one process each; default those that no replica uses"
+        None, "GPUs of the trainer under launch.up, one process each; default those that no replica uses", GPUS
     )
     max_gpu_gib: float | None = _option(
         None, "GPU memory that a trainer process may take; default the whole GPU", ABOVE_0
@@ -446,10 +472,13 @@ class DistillConfig:
         None,
         "base: the student's own model without quantizers or adapter; or another model by id or path, stored as "
         "policy.quantization says; null with teacher_adapter null: no distillation",
+        limit=PATH,
     )
-    teacher_revision: str | None = _option(None, "hub revision of another model as teacher")
+    teacher_revision: str | None = _option(None, "hub revision of another model as teacher", limit=PATH)
     teacher_adapter: str | None = _option(
-        None, "adapter directory of an earlier run on the same base: the base with it, unquantized, is the teacher"
+        None,
+        "adapter directory of an earlier run on the same base: the base with it, unquantized, is the teacher",
+        limit=PATH,
     )
     divergence: Literal["reverse_kl", "forward_kl", "js"] = _option(
         "reverse_kl", "KL(student || teacher), KL(teacher || student), or the generalized Jensen-Shannon divergence"
