@@ -114,13 +114,19 @@ def run_command(main: Callable[[], int | None]) -> None:
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Raise `BadInput` for an argument with bytes that are not UTF-8, or with characters that a terminal obeys.
-
-    Argparse prints arguments as they are.
+    """Raise `BadInput` for an argument with bytes that are not UTF-8, or with characters that a terminal obeys:
+    argparse prints arguments as they are. So too for one that is too long to print, and for what argparse misreads.
     """
     from kit.core.one_line import printable
 
     for number, word in enumerate(words, 1):
+        if len(word) > LONGEST_MESSAGE:
+            raise BadInput(
+                f"argument {number} has {len(word):,} characters, more than {LONGEST_MESSAGE:,}: {word:.80} …. Write "
+                "it in the YAML."
+            )
+        if word.startswith("--") and word.endswith("=--"):  # of which Python 3.11 makes an empty list
+            raise BadInput(f"argument {number} ({word:.80}) has -- as its value. Name another.")
         if printable(word) != word:
             raise BadInput(
                 f"argument {number} has a control character, or bytes that are not UTF-8: {word!r:.200}. Remove it, "

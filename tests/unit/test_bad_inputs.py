@@ -304,6 +304,8 @@ SPLIT = ("recipes.split_problems", "--out", "out", "--heldout", "1")
         ((*PLAN, "--data.path=~nosuchuser/x"), "data.path ('~nosuchuser/x') must be a path"),
         ((*PLAN, "--data.path=\udcff"), "or bytes that are not UTF-8: '--data.path=\\udcff'"),
         ((*PLAN, "--model.id=\x1b[2J"), "argument 5 has a control character"),
+        (("eval.serving", "--run", "none", "--requests_per_batch=--"), "has -- as its value"),
+        ((*PLAN, "x" * 70_000), "argument 5 has 70,000 characters, more than 16,000"),
         ((*PLAN, "--train.beta=inf"), "train.beta is inf, which JSON cannot carry"),
         ((*PLAN, "--server.vllm={a: [.nan]}"), "server.vllm holds nan, which JSON cannot carry"),
         ((*PLAN, "--train.max_steps=" + "9" * 5000), "train.max_steps must be an integer, it is '9999"),
