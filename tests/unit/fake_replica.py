@@ -32,8 +32,8 @@ class FakeReplica(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, **info: Any):
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, port: int = 0, **info: Any):
+        super().__init__(("127.0.0.1", port), _Handler)
         self.staged: dict[tuple[str, int], dict] = {}
         self.served: tuple[str, int] | None = None
         self.calls: list[str] = []

@@ -1,0 +1,531 @@
+"""A run with a fault every 50 steps beside the same run without: is anything lost, repeated or left behind?
+
+    python bench/soak.py                        # 2,000 steps and 40 faults
+    python bench/soak.py --steps 100 --every 20 --out DIR
+    python bench/soak.py --server vllm --steps 200
+
+Both runs are `python -m launch.up` with a small model and one rollout server. The server samples with random numbers
+of the prompt and the adapter's version (bench/soak_replica.py), so both runs must end with the same ledger, the same
+reward in every step and the same adapter, bit for bit. With `--server vllm` the server is vLLM, whose samples depend
+on how its requests meet: then the ledger must be equal, and the mean reward of the last steps within the noise.
+
+The faults, in an order of `--seed`, are those of bench/soak_faults.py: processes killed and stopped, a network that
+fails, answers that are not what was asked for, a clock that steps, a full disk, a reward that hangs. What ends
+`launch.up` is continued with `--resume`, as whoever looks after the run would. Prints two tables last and exits with 1
+if the runs differ, a process is left, or a figure grows. Wants /dev/shm for itself:
+
+    unshare --mount sh -c 'mount -t tmpfs tmpfs /dev/shm && python bench/soak.py'
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.soak_faults import Fault, Target, planned
+from kit.core.errors import DONE, CheckFailed, run_command
+from kit.core.run_directory import RunDir, read_json, read_manifest
+from tests.disk import small_disk
+from tests.processes import free_port
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
+MODEL = "--hidden 64 --layers 2 --limit 4 --problems 400 --heldout 40 --steps 200 --processes 1"
+LOOK_S = 0.1
+SAMPLE_S = 1.0
+DISK_FULL_S = 20.0  # a full disk is emptied after this, or once the trainer has ended
+DISK_BYTES = 512 << 20
+LONGEST_S = 400.0  # without a new step: the fault was not survived
+TRIES = 3  # starts in a row that made no new step
+LAST = 100  # steps of the mean reward at either end
+WINDOWS = 8  # fewer show no trend
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure: how it is read from the samples of a window, and how much it may grow over the run."""
+
+    name: str
+    unit: str
+    value: Callable[[list[dict]], float | None]
+    share: float = 0.0  # of its mean
+    most: float = 0.0  # or this much
+
+
+def median_of(key: str) -> Callable[[list[dict]], float | None]:
+    def value(samples: list[dict]) -> float | None:
+        found = [one[key] for one in samples if one.get(key) is not None]
+        return statistics.median(found) if found else None
+
+    return value
+
+
+def per_step(key: str) -> Callable[[list[dict]], float | None]:
+    """Median of what a step added to `key`, between samples of the same trainer."""
+
+    def value(samples: list[dict]) -> float | None:
+        found = []
+        for one, two in itertools.pairwise(samples):
+            if one["trainer"] == two["trainer"] is not None and two["step"] > one["step"] and one[key] and two[key]:
+                found.append((two[key] - one[key]) / (two["step"] - one["step"]))
+        return statistics.median(found) if found else None
+
+    return value
+
+
+FIGURES = (
+    Figure("trainer, resident", "MiB", median_of("trainer_mib"), share=0.05),
+    Figure("replica, resident", "MiB", median_of("replica_mib"), share=0.05),
+    Figure("launch.up, resident", "MiB", median_of("up_mib"), share=0.05),
+    Figure("trainer, file handles", "", median_of("trainer_fds"), most=1),
+    Figure("replica, file handles", "", median_of("replica_fds"), most=2),
+    Figure("trainer, threads", "", median_of("trainer_threads"), most=1),
+    Figure("replica, threads", "", median_of("replica_threads"), most=2),
+    Figure("/dev/shm, files", "", median_of("shm_files"), most=0.5),
+    Figure("/dev/shm", "KiB", median_of("shm_kib"), most=64),
+    Figure("checkpoints", "", median_of("checkpoints"), most=0.5),
+    Figure("adapters waiting for a sync", "", median_of("synced"), most=0.5),
+    Figure("trainer, processor time a step", "ms", per_step("trainer_ms"), share=0.10),
+    Figure("step, wall clock", "ms", median_of("step_ms"), share=0.25),
+)
+
+
+class Soak:
+    """One model and port for all runs of a soak; everything is below `folder`."""
+
+    def __init__(self, folder: Path, server: str = "numpy", steps: int = 2000, stall_s: float = 30.0):
+        self.folder, self.server, self.steps, self.stall_s = folder, server, steps, stall_s
+        self.port, self.model = free_port(), folder / "model"
+
+    def make_model(self) -> None:
+        """A small model that answers a third of its problems right, the same on every CPU."""
+        words = [sys.executable, "-m", "tests.float64_base", "--out", str(self.model), *MODEL.split()]
+        subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+    def arguments(self, run: RunDir) -> list[str]:
+        keys: dict[str, Any] = {
+            "run.output_dir": run.path,
+            "model.path": self.model,
+            "data.path": self.model,
+            "rollout.backend": "server",
+            "rollout.server_urls": f"['http://127.0.0.1:{self.port}']",
+            "rollout.server_wait_s": 180,
+            "rollout.request_timeout_s": 15,
+            "rollout.group_size": 8,
+            "rollout.max_completion_length": 24,
+            "server.base": self.folder / "base",
+            "server.weights": "bf16",  # stands for weights without quantization: float32, as model.dtype
+            "reward.functions": "[bench.soak_reward:boxed]",
+            "reward.options": "{}",
+            "reward.request_timeout_s": 5,
+            "policy.lora_rank": 4,
+            "policy.lora_alpha": 8,
+            "train.per_device_train_batch_size": 32,
+            "train.max_steps": self.steps,
+            "train.save_steps": 10,
+            "train.learning_rate": "1e-4",
+            "launch.stall_s": self.stall_s,
+            "watch.completions_every": 50,
+        }
+        return ["--config", str(CONFIG), *(f"--{key}={value}" for key, value in keys.items())]
+
+    def environment(self, target: Target) -> dict[str, str]:
+        paths = [str(ROOT / "bench" / "soak_start"), os.environ.get("PYTHONPATH")]
+        return os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "SOAK_FOLDER": str(target.folder),
+            "SOAK_CLOCK": str(target.folder / "clock"),
+            "SOAK_SERVER": self.server,
+        }
+
+    def run(self, name: str, faults: list[Fault]) -> "Ran":
+        """Train to the end with these faults; `CheckFailed` if the run cannot be brought there."""
+        folder = self.folder / name
+        folder.mkdir()
+        with small_disk(folder / "disk", DISK_BYTES) as disk:
+            target = Target(RunDir(disk.folder / "run"), folder, disk)
+            target.set_clock(0.0)
+            ran = Following(self, target, faults).to_the_end()
+            shutil.copytree(target.run.path, folder / "run")  # beyond the disk
+        return ran
+
+
+@dataclass
+class Ran:
+    """A run that ended: its files, samples of its processes, and what its faults did."""
+
+    run: RunDir
+    seconds: float
+    faults: list[Fault]
+    samples: list[dict]
+    ups: int
+    left: list[str] = field(default_factory=list)  # processes that outlived it
+
+    @property
+    def rows(self) -> list[dict]:
+        return read_lines(self.run.metrics_file)
+
+    @property
+    def ledger(self) -> list[dict]:
+        return read_lines(self.run.ledger_file)
+
+    @property
+    def adapter(self) -> str:
+        return read_manifest(self.run.newest_adapter(), "adapter", deep=True)["tensor_hash"]
+
+
+class Following:
+    """Start `launch.up`, again when it ends early, cause the faults when they are due, and sample the processes."""
+
+    def __init__(self, soak: Soak, target: Target, faults: list[Fault]):
+        self.soak, self.target, self.waiting, self.had = soak, target, [*faults], faults
+        self.active: Fault | None = None
+        self.samples: list[dict] = []
+        self.step, self.new_step_at = 0, time.monotonic()
+        self.trainer: int | None = None
+        self.up: subprocess.Popen | None = None
+        self.ups, self._sampled = 0, 0.0
+        self._rows = Tail(target.run.metrics_file)
+
+    def to_the_end(self) -> Ran:
+        started, fruitless = time.monotonic(), 0
+        try:
+            while True:
+                before = self.step
+                code, said = self.once()
+                if code == DONE:
+                    break
+                cause = next((line for line in said.splitlines() if line.startswith("error: ")), said[-300:])
+                print(f"  launch.up ended with {code} after step {self.step}: {cause[:300]}", flush=True)
+                if self.active:
+                    self.active.causes.append(cause)
+                    self.active.ups += 1
+                fruitless = fruitless + 1 if self.step == before else 0
+                if fruitless == TRIES:
+                    raise CheckFailed(f"{TRIES} starts of launch.up in a row made no step. The last one said:\n{said}")
+        finally:
+            if self.up is not None and self.up.poll() is None:
+                kill_below(self.up.pid)
+        seconds = time.monotonic() - started
+        return Ran(
+            RunDir(self.target.folder / "run"), seconds, self.had, self.samples, self.ups, left_over(self.target)
+        )
+
+    def once(self) -> tuple[int, str]:
+        """One start of `launch.up`: its exit code and output."""
+        is_saved = any(self.target.run.checkpoints.glob("step-*"))
+        log = self.target.folder / f"up-{self.ups}.log"
+        words = [sys.executable, "-m", "launch.up", *self.soak.arguments(self.target.run)]
+        flag = ["--resume"] if is_saved else ["--overwrite"] if self.ups else []
+        with open(log, "w") as file:
+            self.up = subprocess.Popen(
+                [*words, *flag],
+                cwd=ROOT,
+                env=self.soak.environment(self.target),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.ups += 1
+        while self.up.poll() is None:
+            self.look()
+            time.sleep(LOOK_S)
+        self.look()
+        return self.up.returncode, log.read_text()
+
+    def look(self) -> None:
+        """Note new steps, sample, end a fault or begin the next one."""
+        now = time.monotonic()
+        for row in self._rows.new():
+            if row["step"] > self.step:
+                self.step, self.new_step_at = row["step"], now
+                self.step_ms = 1000 * row["seconds"]["step"]
+        pid = self.target.pid("trainer")
+        if pid is not None and pid != self.trainer:
+            self.trainer, self._rows.at = pid, 0
+            if self.active:
+                self.active.trainers += pid != self.active.trainer
+        if now - self._sampled > SAMPLE_S:
+            self._sampled = now
+            self.samples.append(self.sample())
+        if self.active:
+            self.follow(self.active, now)
+        elif self.waiting and self.step >= self.waiting[0].step and self.target.start(self.waiting[0]):
+            fault = self.active = self.waiting.pop(0)
+            fault.began = now
+            of = f", {fault.times} x {fault.action}" if fault.kind.startswith("network") else ""
+            print(f"step {self.step}: {fault.kind}{of}", flush=True)
+        if now - self.new_step_at > LONGEST_S:
+            self.up.send_signal(signal.SIGKILL)
+            raise CheckFailed(f"no new step for {LONGEST_S:g} s after step {self.step}: {self.active}")
+
+    def follow(self, fault: Fault, now: float) -> None:
+        """End a fault that is over: it had its effect, and a step was made since."""
+        is_other = self.target.pid("trainer") != fault.trainer
+        if is_other or now - fault.began > DISK_FULL_S:
+            self.target.stop(fault)
+        if self.new_step_at > fault.began and self.step > fault.step + 1 and self.had_effect(fault):
+            self.target.stop(fault)
+            fault.seconds = self.new_step_at - fault.began
+            told = f"{fault.trainers} new trainers, launch.up started {fault.ups} times"
+            print(f"  over after {fault.seconds:.0f} s: {told}", flush=True)
+            self.active = None
+
+    def had_effect(self, fault: Fault) -> bool:
+        if fault.kind.startswith("network"):
+            return any(int(line.split()[0]) == fault.number for line in lines_of(self.target.folder / "network.log"))
+        if fault.kind in ("reward hangs", "disk full") or fault.kind.split()[0] in ("kill", "stop"):
+            return fault.ups > 0 or fault.trainers > 0
+        return True
+
+    def sample(self) -> dict:
+        """Figures of this moment; None for a process that is not there."""
+        run, shm = self.target.run, Path("/dev/shm")
+        found: dict[str, Any] = {"at": time.monotonic(), "step": self.step, "trainer": self.trainer}
+        found["step_ms"] = getattr(self, "step_ms", None)
+        for role, pid in (("trainer", self.trainer), ("replica", self.target.pid("replica")), ("up", self.up.pid)):
+            found |= {f"{role}_{name}": value for name, value in figures_of(pid).items()}
+        found["shm_files"] = sum(1 for _ in shm.iterdir())
+        found["shm_kib"] = shutil.disk_usage(shm).used / 1024
+        found["checkpoints"] = len(list(run.checkpoints.glob("step-*")))
+        found["adapters"] = len(list(run.adapters.glob("v*")))
+        found["synced"] = len(list((run.path / "sync").glob("*/v*")))
+        return found
+
+
+class Tail:
+    """Complete lines of a growing file that may be cut back and started again, each as its object."""
+
+    def __init__(self, file: Path):
+        self.file, self.at = file, 0
+
+    def new(self) -> Iterator[dict]:
+        try:
+            with open(self.file, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self.at:
+                    self.at = 0
+                file.seek(self.at)
+                data = file.read()
+        except OSError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self.at += len(whole)
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):  # the rest of a line, after a cut that was not seen
+                yield json.loads(line)
+
+
+def read_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def lines_of(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def figures_of(pid: int | None) -> dict[str, float | None]:
+    """Memory, handles, threads and processor time of a process."""
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times = process.cpu_times()
+            return {
+                "mib": process.memory_info().rss / 2**20,
+                "fds": process.num_fds(),
+                "threads": process.num_threads(),
+                "ms": 1000 * (times.user + times.system),
+            }
+    except (psutil.Error, TypeError, ValueError):
+        return dict.fromkeys(("mib", "fds", "threads", "ms"))
+
+
+def kill_below(pid: int) -> None:
+    """Kill a process and all that it started."""
+    process = psutil.Process(pid)
+    for one in [process, *process.children(recursive=True)]:
+        one.kill()
+
+
+def left_over(target: Target) -> list[str]:
+    """Processes of a run that has ended, by what they inherited from it."""
+    time.sleep(1.0)
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SOAK_FOLDER") == str(target.folder):
+                found.append(f"{process.pid} {' '.join(process.cmdline())[-120:]}")
+        except psutil.Error:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A figure over a run, from the medians of its windows."""
+
+    middle: float
+    first: float
+    last: float
+    growth: float  # over the run, by least squares
+    noise: float  # standard error of that
+    allowed: float
+
+    @property
+    def is_flat(self) -> bool:
+        return self.growth - 2 * self.noise <= self.allowed
+
+
+def trend(figure: Figure, ran: Ran, every: int, steps: int) -> Trend | None:
+    """None where nothing was measured. The first window, in which everything is loaded, is left out."""
+    windows: dict[int, list[dict]] = {}
+    for one in ran.samples:
+        windows.setdefault(one["step"] // every, []).append(one)
+    points = [
+        ((number + 0.5) * every, value)
+        for number, samples in sorted(windows.items())
+        if number and (value := figure.value(samples)) is not None
+    ]
+    if len(points) < 3:
+        return None
+    x, y = zip(*points, strict=True)
+    slope, intercept = statistics.linear_regression(x, y)
+    rest = [b - slope * a - intercept for a, b in points]
+    spread = sum((a - statistics.mean(x)) ** 2 for a in x)
+    noise = (sum(one * one for one in rest) / max(1, len(rest) - 2) / spread) ** 0.5
+    middle = statistics.median(y)
+    return Trend(middle, y[0], y[-1], slope * steps, noise * steps, max(figure.share * middle, figure.most))
+
+
+def reward_of(rows: list[dict]) -> tuple[float, float]:
+    """Mean reward of the first and the last steps."""
+    few = min(LAST, max(1, len(rows) // 4))
+    rewards = [row["reward"] for row in rows]
+    return statistics.mean(rewards[:few]), statistics.mean(rewards[-few:])
+
+
+def differences(calm: Ran, faulty: Ran, steps: int, is_exact: bool) -> list[str]:
+    """What the run with faults did otherwise, and what it lost, repeated or left behind."""
+    found = []
+    for name, ran in (("calm", calm), ("with faults", faulty)):
+        for what, rows in (("metrics", ran.rows), ("ledger", ran.ledger)):
+            if [row["step"] for row in rows] != list(range(1, steps + 1)):
+                found.append(
+                    f"the {what} of the run {name} have {len(rows)} lines and not steps 1 to {steps}, once each"
+                )
+        if ran.left:
+            found.append(f"{len(ran.left)} processes outlived the run {name}: {ran.left}")
+    if calm.ledger != faulty.ledger:
+        found.append("the ledgers differ")
+    bases = [read_json(ran.run.base_file)["hash"] for ran in (calm, faulty)]
+    if bases[0] != bases[1]:
+        found.append("the bases differ")
+    if is_exact:
+        if calm.adapter != faulty.adapter:
+            found.append("the final adapters differ")
+        rewards = [[row["reward"] for row in ran.rows] for ran in (calm, faulty)]
+        if wrong := [number + 1 for number, pair in enumerate(zip(*rewards, strict=True)) if pair[0] != pair[1]]:
+            found.append(f"{len(wrong)} steps have another reward, the first is step {wrong[0]}")
+    else:
+        few = min(LAST, max(1, steps // 4))
+        ends = [[row["reward"] for row in ran.rows[-few:]] for ran in (calm, faulty)]
+        noise = (sum(statistics.variance(one) for one in ends) / few) ** 0.5
+        apart = statistics.mean(ends[1]) - statistics.mean(ends[0])
+        if abs(apart) > 3 * noise + 0.02:
+            found.append(f"the mean reward of the last {few} steps is {apart:+.3f} away, noise {noise:.3f}")
+    return found
+
+
+def print_faults(ran: Ran) -> None:
+    print("\n| fault | times | gone on by itself | trainers started again | launch.up resumed | s to the next step |")
+    print("|---|---|---|---|---|---|")
+    for kind in dict.fromkeys(sorted(fault.kind for fault in ran.faults)):
+        rows = [fault for fault in ran.faults if fault.kind == kind]
+        alone = sum(not fault.trainers and not fault.ups for fault in rows)
+        seconds = ", ".join(f"{fault.seconds:.0f}" for fault in rows)
+        trainers, ups = sum(fault.trainers for fault in rows), sum(fault.ups for fault in rows)
+        print(f"| {kind} | {len(rows)} | {alone} | {trainers} | {ups} | {seconds} |")
+
+
+def print_figures(calm: Ran, faulty: Ran, every: int, steps: int) -> list[str]:
+    """The table of the figures; return those that grow."""
+    print("\n| figure | calm: first → last | growth over the run | with faults: first → last | growth | may grow |")
+    print("|---|---|---|---|---|---|")
+    grown = []
+    for figure in FIGURES:
+        cells = []
+        for name, ran in (("calm", calm), ("with faults", faulty)):
+            one = trend(figure, ran, every, steps)
+            if one is None:
+                cells += ["–", "–"]
+                continue
+            cells += [f"{one.first:.1f} → {one.last:.1f}", f"{one.growth:+.2f} ± {one.noise:.2f}"]
+            if not one.is_flat:
+                grown.append(f"{figure.name} of the run {name} grows by {one.growth:.3g}, may by {one.allowed:.3g}")
+        allowed = f"{100 * figure.share:.0f} %" if figure.share else f"{figure.most:g}"
+        unit = f" [{figure.unit}]" if figure.unit else ""
+        print(f"| {figure.name}{unit} | {' | '.join(cells)} | {allowed} |")
+    for label, read in (
+        ("steps", lambda ran: str(len(ran.rows))),
+        ("reward", lambda ran: " → ".join(f"{one:.4f}" for one in reward_of(ran.rows))),
+        ("adapter", lambda ran: ran.adapter[:12]),
+        ("adapters kept", lambda ran: str(len(list(ran.run.adapters.glob("v*"))))),
+        ("seconds", lambda ran: f"{ran.seconds:.0f}"),
+        ("starts of launch.up", lambda ran: str(ran.ups)),
+        ("processes left", lambda ran: str(len(ran.left))),
+    ):
+        print(f"| {label} | {read(calm)} | | {read(faulty)} | | |")
+    return grown
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--every", type=int, default=50, help="steps from fault to fault")
+    parser.add_argument("--seed", type=int, default=0, help="of the order and the steps of the faults")
+    parser.add_argument("--server", choices=("numpy", "vllm"), default="numpy")
+    parser.add_argument("--model", type=Path, help="a model made before, by --out of an earlier soak")
+    parser.add_argument("--stall_s", type=float, default=30.0, help="launch.stall_s of both runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/soak"), help="directory for everything, must not exist")
+    options = parser.parse_args()
+    folder = options.out.resolve()
+    folder.mkdir(parents=True)
+    soak = Soak(folder, options.server, options.steps, options.stall_s)
+    if options.model:
+        soak.model = options.model.resolve()
+    else:
+        soak.make_model()
+    ran = {}
+    for name, faults in (("calm", []), ("faulty", planned(options.steps, options.every, options.seed))):
+        print(f"{name}: {options.steps} steps, {len(faults)} faults", flush=True)
+        ran[name] = soak.run(name, faults)
+        facts = {"faults": [asdict(fault) for fault in faults], "samples": ran[name].samples}
+        (folder / f"{name}.json").write_text(json.dumps(facts))
+    calm, faulty = ran["calm"], ran["faulty"]
+    print_faults(faulty)
+    wrong = print_figures(calm, faulty, options.every, options.steps)
+    wrong += differences(calm, faulty, options.steps, options.server == "numpy")
+    print(f"\n{len(faulty.faults)} faults, {len(wrong)} differences")
+    for line in wrong:
+        print(f"  {line}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    run_command(main)
