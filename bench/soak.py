@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from tests.processes import free_port
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
 MODEL = "--hidden 64 --layers 2 --limit 4 --problems 400 --heldout 40 --steps 200 --processes 1"
-LOOK_S = 0.1
+LOOK_S = 0.2
 SAMPLE_S = 1.0
 DISK_FULL_S = 20.0  # a full disk is emptied after this, or once the trainer has ended
 DISK_BYTES = 512 << 20
@@ -135,7 +135,7 @@ class Soak:
             "reward.request_timeout_s": 5,
             "policy.lora_rank": 4,
             "policy.lora_alpha": 8,
-            "train.per_device_train_batch_size": 32,
+            "train.per_device_train_batch_size": 16,
             "train.max_steps": self.steps,
             "train.save_steps": 10,
             "train.learning_rate": "1e-4",
@@ -176,7 +176,17 @@ class Ran:
     faults: list[Fault]
     samples: list[dict]
     ups: int
-    left: list[str] = field(default_factory=list)  # processes that outlived it
+    left: list[str]  # processes that outlived it
+
+    def save(self, folder: Path, name: str) -> None:
+        facts = asdict(self) | {"run": str(self.run.path)}
+        (folder / f"{name}.json").write_text(json.dumps(facts))
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> "Ran":
+        facts = read_json(folder / f"{name}.json")
+        faults = [Fault(**one) for one in facts.pop("faults")]
+        return cls(**facts | {"run": RunDir(folder / name / "run"), "faults": faults})
 
     @property
     def rows(self) -> list[dict]:
@@ -225,7 +235,12 @@ class Following:
                 kill_below(self.up.pid)
         seconds = time.monotonic() - started
         return Ran(
-            RunDir(self.target.folder / "run"), seconds, self.had, self.samples, self.ups, left_over(self.target)
+            RunDir(self.target.folder / "run"),
+            seconds,
+            self.had,
+            self.samples,
+            self.ups,
+            left_over(self.target.folder),
         )
 
     def once(self) -> tuple[int, str]:
@@ -363,13 +378,13 @@ def kill_below(pid: int) -> None:
         one.kill()
 
 
-def left_over(target: Target) -> list[str]:
-    """Processes of a run that has ended, by what they inherited from it."""
+def left_over(folder: Path) -> list[str]:
+    """Processes of a run that has ended, by the environment that they inherited from it."""
     time.sleep(1.0)
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("SOAK_FOLDER") == str(target.folder):
+            if process.environ().get("SOAK_FOLDER") == str(folder):
                 found.append(f"{process.pid} {' '.join(process.cmdline())[-120:]}")
         except psutil.Error:
             continue
@@ -500,24 +515,22 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=50, help="steps from fault to fault")
     parser.add_argument("--seed", type=int, default=0, help="of the order and the steps of the faults")
     parser.add_argument("--server", choices=("numpy", "vllm"), default="numpy")
-    parser.add_argument("--model", type=Path, help="a model made before, by --out of an earlier soak")
     parser.add_argument("--stall_s", type=float, default=30.0, help="launch.stall_s of both runs")
-    parser.add_argument("--out", type=Path, default=Path("runs/soak"), help="directory for everything, must not exist")
+    parser.add_argument("--out", type=Path, default=Path("runs/soak"), help="directory for everything")
+    parser.add_argument("--part", choices=("all", "calm", "faulty", "report"), default="all", help="one run alone")
     options = parser.parse_args()
     folder = options.out.resolve()
-    folder.mkdir(parents=True)
     soak = Soak(folder, options.server, options.steps, options.stall_s)
-    if options.model:
-        soak.model = options.model.resolve()
-    else:
+    if options.part in ("all", "calm"):
+        folder.mkdir(parents=True)
         soak.make_model()
-    ran = {}
-    for name, faults in (("calm", []), ("faulty", planned(options.steps, options.every, options.seed))):
-        print(f"{name}: {options.steps} steps, {len(faults)} faults", flush=True)
-        ran[name] = soak.run(name, faults)
-        facts = {"faults": [asdict(fault) for fault in faults], "samples": ran[name].samples}
-        (folder / f"{name}.json").write_text(json.dumps(facts))
-    calm, faulty = ran["calm"], ran["faulty"]
+    faults = {"calm": [], "faulty": planned(options.steps, options.every, options.seed)}
+    for name in faults if options.part == "all" else [options.part] if options.part in faults else []:
+        print(f"{name}: {options.steps} steps, {len(faults[name])} faults", flush=True)
+        soak.run(name, faults[name]).save(folder, name)
+    if options.part == "calm":
+        return DONE
+    calm, faulty = Ran.load(folder, "calm"), Ran.load(folder, "faulty")
     print_faults(faulty)
     wrong = print_figures(calm, faulty, options.every, options.steps)
     wrong += differences(calm, faulty, options.steps, options.server == "numpy")
