@@ -276,7 +276,7 @@ class Following:
         if pid is not None and pid != self.trainer:
             self.trainer, self._rows.at = pid, 0
             if self.active:
-                self.active.trainers += pid != self.active.trainer
+                self.active.trainers += pid != self.active.met["trainer"]
         if now - self._sampled > SAMPLE_S:
             self._sampled = now
             self.samples.append(self.sample())
@@ -292,23 +292,18 @@ class Following:
             raise CheckFailed(f"no new step for {LONGEST_S:g} s after step {self.step}: {self.active}")
 
     def follow(self, fault: Fault, now: float) -> None:
-        """End a fault that is over: it had its effect, and a step was made since."""
-        is_other = self.target.pid("trainer") != fault.trainer
-        if is_other or now - fault.began > DISK_FULL_S:
+        """End a fault that is over: it had its effect, and steps were made since."""
+        if self.target.pid("trainer") != fault.met["trainer"] or now - fault.began > DISK_FULL_S:
             self.target.stop(fault)
-        if self.new_step_at > fault.began and self.step > fault.step + 1 and self.had_effect(fault):
+        if fault.effect is None and self.target.had_effect(fault):
+            fault.effect = self.step
+        # One step more than that: its own line may have been on its way.
+        if fault.effect is not None and self.step > fault.effect + 1:
             self.target.stop(fault)
             fault.seconds = self.new_step_at - fault.began
             told = f"{fault.trainers} new trainers, launch.up started {fault.ups} times"
             print(f"  over after {fault.seconds:.0f} s: {told}", flush=True)
             self.active = None
-
-    def had_effect(self, fault: Fault) -> bool:
-        if fault.kind.startswith("network"):
-            return any(int(line.split()[0]) == fault.number for line in lines_of(self.target.folder / "network.log"))
-        if fault.kind in ("reward hangs", "disk full") or fault.kind.split()[0] in ("kill", "stop"):
-            return fault.ups > 0 or fault.trainers > 0
-        return True
 
     def sample(self) -> dict:
         """Figures of this moment; None for a process that is not there."""
@@ -349,10 +344,6 @@ class Tail:
 
 def read_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def lines_of(file: Path) -> list[str]:
-    return file.read_text().splitlines() if file.exists() else []
 
 
 def figures_of(pid: int | None) -> dict[str, float | None]:

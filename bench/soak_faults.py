@@ -43,7 +43,8 @@ class Fault:
     action: str = "generate"  # of a network fault: which requests have it, and how many
     times: int = 1
     began: float = 0.0  # time.monotonic()
-    trainer: int | None = None  # pid of the trainer that it met
+    met: dict[str, int | None] = field(default_factory=dict)  # pids of the trainer and the replica by then
+    effect: int | None = None  # the newest step when its effect was seen
     seconds: float = 0.0  # until the next new step
     trainers: int = 0  # new trainers until then
     ups: int = 0  # new starts of launch.up until then
@@ -89,8 +90,8 @@ class Target:
     def start(self, fault: Fault) -> bool:
         """Do it; False while there is no process to do it to."""
         what, _, which = fault.kind.partition(" ")
-        fault.trainer = self.pid("trainer")
-        if fault.trainer is None:
+        fault.met = {role: self.pid(role) for role in STOPPED}
+        if fault.met["trainer"] is None:
             return False
         if what in ("kill", "stop"):
             if (pid := self.pid(which)) is None or not psutil.pid_exists(pid):
@@ -102,15 +103,24 @@ class Target:
         elif what == "clock":
             self.set_clock(self.clock() + (HOUR_S if "+" in which else -HOUR_S))
         elif what == "disk":
-            self.disk.leave(4 << 10, 4 << 10, fault.trainer)
+            self.disk.leave(4 << 10, 4 << 10, fault.met["trainer"])
         else:
             (self.folder / HANG).touch()
         return True
 
+    def had_effect(self, fault: Fault) -> bool:
+        """Whether requests had the fault, the clock has stepped, or the processes that it ends are others."""
+        what = fault.kind.partition(" ")[0]
+        if what == "network":
+            log = self.folder / "network.log"
+            return log.exists() and any(int(line.split()[0]) == fault.number for line in log.read_text().splitlines())
+        now = {role: self.pid(role) for role in fault.met}
+        return what == "clock" or any(now[role] not in (None, fault.met[role]) for role in now)
+
     def stop(self, fault: Fault) -> None:
         """End what would go on by itself."""
         if fault.kind == "disk full":
-            self.disk.release(fault.trainer or 0)
+            self.disk.release(fault.met["trainer"] or 0)
 
     def clock(self) -> float:
         """Seconds by which the run's clock is off."""
