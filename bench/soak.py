@@ -10,9 +10,9 @@ reward in every step and the same adapter, bit for bit. With `--server vllm` the
 on how its requests meet: then the ledger must be equal, and the mean reward of the last steps within the noise.
 
 The faults, in an order of `--seed`, are those of bench/soak_faults.py: processes killed and stopped, a network that
-fails, answers that are not what was asked for, a clock that steps, a full disk, a reward that hangs. What ends
-`launch.up` is continued with `--resume`, as whoever looks after the run would. Prints two tables last and exits with 1
-if the runs differ, a process is left, or a figure grows. Wants /dev/shm for itself:
+fails, answers that are not what was asked for, a clock that steps, a full disk, a reward that hangs. `launch.up` has
+`--restarts`; what ends it nevertheless is continued with `--resume`, as whoever looks after the run would. Prints two
+tables last and exits with 1 if the runs differ, a process is left, or a figure grows. Wants /dev/shm for itself:
 
     unshare --mount sh -c 'mount -t tmpfs tmpfs /dev/shm && python bench/soak.py'
 """
@@ -37,7 +37,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.soak_faults import Fault, Target, planned
+from bench.soak_faults import STOPPED, Fault, Target, planned
 from kit.core.errors import DONE, CheckFailed, run_command
 from kit.core.run_directory import RunDir, read_json, read_manifest
 from tests.disk import small_disk
@@ -51,6 +51,7 @@ SAMPLE_S = 1.0
 DISK_FULL_S = 20.0  # a full disk is emptied after this, or once the trainer has ended
 DISK_BYTES = 512 << 20
 LONGEST_S = 400.0  # without a new step: the fault was not survived
+RESTARTS = 4  # that launch.up may make for each fault
 TRIES = 3  # starts in a row that made no new step
 LAST = 100  # steps of the mean reward at either end
 WINDOWS = 8  # fewer show no trend
@@ -209,7 +210,7 @@ class Following:
         self.active: Fault | None = None
         self.samples: list[dict] = []
         self.step, self.new_step_at = 0, time.monotonic()
-        self.trainer: int | None = None
+        self.pids: dict[str, int | None] = dict.fromkeys(STOPPED)  # the newest ones
         self.up: subprocess.Popen | None = None
         self.ups, self._sampled = 0, 0.0
         self._rows = Tail(target.run.metrics_file)
@@ -248,6 +249,8 @@ class Following:
         is_saved = any(self.target.run.checkpoints.glob("step-*"))
         log = self.target.folder / f"up-{self.ups}.log"
         words = [sys.executable, "-m", "launch.up", *self.soak.arguments(self.target.run)]
+        words += ["--restarts", str(RESTARTS * len(self.had))]
+        words += ["--launcher", "cpu"] if self.soak.server == "numpy" else []  # also on a machine with GPUs
         flag = ["--resume"] if is_saved else ["--overwrite"] if self.ups else []
         with open(log, "w") as file:
             self.up = subprocess.Popen(
@@ -272,11 +275,12 @@ class Following:
             if row["step"] > self.step:
                 self.step, self.new_step_at = row["step"], now
                 self.step_ms = 1000 * row["seconds"]["step"]
-        pid = self.target.pid("trainer")
-        if pid is not None and pid != self.trainer:
-            self.trainer, self._rows.at = pid, 0
-            if self.active:
-                self.active.trainers += pid != self.active.met["trainer"]
+        for role in STOPPED:
+            pid = self.target.pid(role)
+            if pid is not None and pid != self.pids[role]:
+                self.pids[role], self._rows.at = pid, 0
+                if self.active:
+                    self.active.new[role] += 1
         if now - self._sampled > SAMPLE_S:
             self._sampled = now
             self.samples.append(self.sample())
@@ -301,16 +305,16 @@ class Following:
         if fault.effect is not None and self.step > fault.effect + 1:
             self.target.stop(fault)
             fault.seconds = self.new_step_at - fault.began
-            told = f"{fault.trainers} new trainers, launch.up started {fault.ups} times"
-            print(f"  over after {fault.seconds:.0f} s: {told}", flush=True)
+            new = ", ".join(f"new {role}s {count}" for role, count in fault.new.items())
+            print(f"  over after {fault.seconds:.0f} s: {new}, launch.up resumed {fault.ups}", flush=True)
             self.active = None
 
     def sample(self) -> dict:
         """Figures of this moment; None for a process that is not there."""
         run, shm = self.target.run, Path("/dev/shm")
-        found: dict[str, Any] = {"at": time.monotonic(), "step": self.step, "trainer": self.trainer}
+        found: dict[str, Any] = {"at": time.monotonic(), "step": self.step, "trainer": self.pids["trainer"]}
         found["step_ms"] = getattr(self, "step_ms", None)
-        for role, pid in (("trainer", self.trainer), ("replica", self.target.pid("replica")), ("up", self.up.pid)):
+        for role, pid in (*self.pids.items(), ("up", self.up.pid)):
             found |= {f"{role}_{name}": value for name, value in figures_of(pid).items()}
         found["shm_files"] = sum(1 for _ in shm.iterdir())
         found["shm_kib"] = shutil.disk_usage(shm).used / 1024
@@ -402,7 +406,7 @@ def trend(figure: Figure, ran: Ran, every: int, steps: int) -> Trend | None:
     """None where nothing was measured. The first window, in which everything is loaded, is left out."""
     windows: dict[int, list[dict]] = {}
     for one in ran.samples:
-        windows.setdefault(one["step"] // every, []).append(one)
+        windows.setdefault(min(one["step"], steps - 1) // every, []).append(one)
     points = [
         ((number + 0.5) * every, value)
         for number, samples in sorted(windows.items())
@@ -459,14 +463,17 @@ def differences(calm: Ran, faulty: Ran, steps: int, is_exact: bool) -> list[str]
 
 
 def print_faults(ran: Ran) -> None:
-    print("\n| fault | times | gone on by itself | trainers started again | launch.up resumed | s to the next step |")
-    print("|---|---|---|---|---|---|")
-    for kind in dict.fromkeys(sorted(fault.kind for fault in ran.faults)):
+    """What came of the faults, by kind."""
+    print(
+        "\n| fault | times | nothing was restarted | new replicas | new trainers | resumed by hand | s to a new step |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for kind in sorted({fault.kind for fault in ran.faults}):
         rows = [fault for fault in ran.faults if fault.kind == kind]
-        alone = sum(not fault.trainers and not fault.ups for fault in rows)
+        alone = sum(not any(fault.new.values()) for fault in rows)
+        new = " | ".join(str(sum(fault.new[role] for fault in rows)) for role in ("replica", "trainer"))
         seconds = ", ".join(f"{fault.seconds:.0f}" for fault in rows)
-        trainers, ups = sum(fault.trainers for fault in rows), sum(fault.ups for fault in rows)
-        print(f"| {kind} | {len(rows)} | {alone} | {trainers} | {ups} | {seconds} |")
+        print(f"| {kind} | {len(rows)} | {alone} | {new} | {sum(fault.ups for fault in rows)} | {seconds} |")
 
 
 def print_figures(calm: Ran, faulty: Ran, every: int, steps: int) -> list[str]:

@@ -46,8 +46,8 @@ class Fault:
     met: dict[str, int | None] = field(default_factory=dict)  # pids of the trainer and the replica by then
     effect: int | None = None  # the newest step when its effect was seen
     seconds: float = 0.0  # until the next new step
-    trainers: int = 0  # new trainers until then
-    ups: int = 0  # new starts of launch.up until then
+    new: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STOPPED, 0))  # processes until then
+    ups: int = 0  # starts of launch.up until then
     causes: list[str] = field(default_factory=list)  # what launch.up said when it ended
 
 
