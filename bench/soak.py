@@ -53,6 +53,7 @@ DISK_BYTES = 512 << 20
 LONGEST_S = 400.0  # without a new step: the fault was not survived
 RESTARTS = 4  # that launch.up may make for each fault
 TRIES = 3  # starts in a row that made no new step
+COMPARED = ("reward", "loss", "kl", "grad_norm", "sampler_k3")  # of each step
 LAST = 100  # steps of the mean reward at either end
 WINDOWS = 8  # fewer show no trend
 
@@ -449,9 +450,12 @@ def differences(calm: Ran, faulty: Ran, steps: int, is_exact: bool) -> list[str]
     if is_exact:
         if calm.adapter != faulty.adapter:
             found.append("the final adapters differ")
-        rewards = [[row["reward"] for row in ran.rows] for ran in (calm, faulty)]
-        if wrong := [number + 1 for number, pair in enumerate(zip(*rewards, strict=True)) if pair[0] != pair[1]]:
-            found.append(f"{len(wrong)} steps have another reward, the first is step {wrong[0]}")
+        values = [[[row.get(key) for key in COMPARED] for row in ran.rows] for ran in (calm, faulty)]
+        pairs = enumerate(itertools.zip_longest(*values), start=1)
+        if wrong := [step for step, pair in pairs if pair[0] != pair[1]]:
+            found.append(
+                f"{len(wrong)} steps have other figures ({', '.join(COMPARED)}), the first is step {wrong[0]}"
+            )
     else:
         few = min(LAST, max(1, steps // 4))
         ends = [[row["reward"] for row in ran.rows[-few:]] for ran in (calm, faulty)]
