@@ -46,6 +46,15 @@ from tests.processes import free_port
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
 MODEL = "--hidden 64 --layers 2 --limit 4 --problems 400 --heldout 40 --steps 200 --processes 1"
+# Keys of a run with vLLM: the numbers that the kit's servers usually hold, and a start that may take a minute.
+VLLM = {
+    "model.dtype": "bfloat16",
+    "server.weights": "fp8_per_channel",
+    "server.vllm": "{block_size: 32}",
+    "server.max_num_seqs": 16,
+    "rollout.server_wait_s": 600,
+    "rollout.request_timeout_s": 25,
+}
 LOOK_S = 0.2
 SAMPLE_S = 1.0
 DISK_FULL_S = 20.0  # a full disk is emptied after this, or once the trainer has ended
@@ -144,6 +153,7 @@ class Soak:
             "launch.stall_s": self.stall_s,
             "watch.completions_every": 50,
         }
+        keys |= VLLM if self.server == "vllm" else {}
         return ["--config", str(CONFIG), *(f"--{key}={value}" for key, value in keys.items())]
 
     def environment(self, target: Target) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from bench.soak_network import lines_of
 from bench.soak_reward import HANG
 from kit.core.run_directory import RunDir
 from kit.core.run_state import trainer_pid
@@ -112,8 +113,7 @@ class Target:
         """Whether requests had the fault, the clock has stepped, or the processes that it ends are others."""
         what = fault.kind.partition(" ")[0]
         if what == "network":
-            log = self.folder / "network.log"
-            return log.exists() and any(int(line.split()[0]) == fault.number for line in log.read_text().splitlines())
+            return any(line.startswith(f"{fault.number} ") for line in lines_of(self.folder / "network.log"))
         now = {role: self.pid(role) for role in fault.met}
         return what == "clock" or any(now[role] not in (None, fault.met[role]) for role in now)
 

@@ -42,11 +42,11 @@ PR_SET_PDEATHSIG = 1
 
 
 class Faults:
-    """The fault that `network.json` asks for, until it was given `times` times."""
+    """The fault that `network.json` asks for, until `network.log` has it `times` times: this process may be started
+    again because of it."""
 
     def __init__(self, file: Path):
-        self.file, self.lock = file, threading.Lock()
-        self.done: dict[int, int] = {}  # fault: requests that had it
+        self.file, self.log, self.lock = file, file.with_name("network.log"), threading.Lock()
         self.lost_until = 0.0
 
     def next(self, action: str) -> str:
@@ -58,15 +58,18 @@ class Faults:
                 fault = json.loads(self.file.read_text())
             except FileNotFoundError:
                 return ""
-            had = self.done.get(fault["id"], 0)
-            if fault["action"] not in ("any", action) or had >= fault["times"]:
+            had = [line for line in lines_of(self.log) if line.startswith(f"{fault['id']} ")]
+            if fault["action"] != action or len(had) >= fault["times"]:
                 return ""
-            self.done[fault["id"]] = had + 1
-            with open(self.file.with_name("network.log"), "a") as log:
+            with open(self.log, "a") as log:
                 log.write(f"{fault['id']} {fault['kind']} {action}\n")
             if fault["kind"] == "lost":
                 self.lost_until = time.monotonic() + LOST_S
             return fault["kind"]
+
+
+def lines_of(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
 
 
 class Proxy(ThreadingHTTPServer):
