@@ -4,6 +4,7 @@ what counts as growth."""
 import json
 import random
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -155,8 +156,18 @@ def test_answers_are_slow_short_of_a_sample_or_of_another_version(network, monke
     monkeypatch.setattr("bench.soak_network.SLOW_S", 0.5)
     assert len(generate(network("few", "generate", 1))[1]) == 2
     network.log.unlink()
-    client = network("version", "generate", 0)
-    assert generate(client)[0] == 1, "not even once"
+    assert generate(network("version", "generate", 1))[0] == -7
+    network.log.unlink()
+    began = time.monotonic()
+    assert generate(network("slow", "generate", 1))[0] == 1 and time.monotonic() - began > 0.5
+
+
+def test_a_proxy_that_is_started_again_knows_what_was_had(tmp_path):
+    write_json(tmp_path / "network.json", {"id": 4, "kind": "version", "action": "generate", "times": 2})
+    first = Faults(tmp_path / "network.json")
+    assert (first.next("score"), first.next("generate")) == ("", "version")
+    again = Faults(tmp_path / "network.json")
+    assert (again.next("generate"), again.next("generate")) == ("version", "")
 
 
 def test_every_kind_of_fault_comes_as_often_as_any_other():
