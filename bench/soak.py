@@ -57,7 +57,7 @@ VLLM = {
 }
 LOOK_S = 0.2
 SAMPLE_S = 1.0
-DISK_FULL_S = 20.0  # a full disk is emptied after this, or once the trainer has ended
+DISK_FULL_S = 90.0  # a full disk is emptied after this, or once the trainer has ended
 DISK_BYTES = 512 << 20
 LONGEST_S = 400.0  # without a new step: the fault was not survived
 RESTARTS = 4  # that launch.up may make for each fault
@@ -308,7 +308,7 @@ class Following:
 
     def follow(self, fault: Fault, now: float) -> None:
         """End a fault that is over: it had its effect, and steps were made since."""
-        if self.target.pid("trainer") != fault.met["trainer"] or now - fault.began > DISK_FULL_S:
+        if not psutil.pid_exists(fault.met["trainer"]) or now - fault.began > DISK_FULL_S:
             self.target.stop(fault)
         if fault.effect is None and self.target.had_effect(fault):
             fault.effect = self.step
@@ -452,6 +452,8 @@ def differences(calm: Ran, faulty: Ran, steps: int, is_exact: bool) -> list[str]
                 )
         if ran.left:
             found.append(f"{len(ran.left)} processes outlived the run {name}: {ran.left}")
+    if idle := [f"{fault.kind} at step {fault.step}" for fault in faulty.faults if not fault.seconds]:
+        found.append(f"{len(idle)} faults had no effect, or no step after it: {', '.join(idle)}")
     if calm.ledger != faulty.ledger:
         found.append("the ledgers differ")
     bases = [read_json(ran.run.base_file)["hash"] for ran in (calm, faulty)]

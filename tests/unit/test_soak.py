@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench.soak import FIGURES, Ran, differences, trend
-from bench.soak_faults import KINDS, planned
+from bench.soak_faults import KINDS, Fault, planned
 from bench.soak_network import Faults, Proxy
 from bench.soak_replica import NumpyReplica
 from kit.core.run_directory import RunDir, write_json
@@ -190,7 +190,7 @@ def ran(folder: Path, values: list[float] | None = None, **changes) -> Ran:
     adapter.mkdir(parents=True, exist_ok=True)
     (adapter / "manifest.json").write_text(json.dumps({"kind": "adapter", "files": {}, "tensor_hash": "h"}))
     samples = [{"step": 50 * number + 7, "trainer_mib": value} for number, value in enumerate(values or [])]
-    return Ran(run, 1.0, [], samples, 1, changes.pop("left", []))
+    return Ran(run, 1.0, changes.pop("faults", []), samples, 1, changes.pop("left", []))
 
 
 def test_a_leak_is_growth_and_noise_is_not(tmp_path):
@@ -213,6 +213,10 @@ def test_what_is_lost_repeated_or_left_behind_is_a_difference(tmp_path):
             ({"rows": [*rows[:2], {"step": 3, "reward": 0.25}]}, "1 steps have other figures"),
             ({"base": "b"}, "the bases differ"),
             ({"left": ["7 sleep"]}, "1 processes outlived the run with faults"),
+            (
+                {"faults": [Fault(0, "disk full", 7)]},
+                "1 faults had no effect, or no step after it: disk full at step 7",
+            ),
         ]
     ):
         found = differences(calm, ran(tmp_path / f"{number}", **changes), 3, is_exact=True)
