@@ -38,7 +38,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.soak_faults import STOPPED, Fault, Target, planned
-from kit.core.errors import DONE, CheckFailed, run_command
+from kit.core.errors import DONE, BadInput, CheckFailed, run_command
 from kit.core.run_directory import RunDir, read_json, read_manifest
 from tests.disk import small_disk
 from tests.processes import free_port
@@ -170,6 +170,8 @@ class Soak:
     def run(self, name: str, faults: list[Fault]) -> "Ran":
         """Train to the end with these faults; `CheckFailed` if the run cannot be brought there."""
         folder = self.folder / name
+        if folder.exists():
+            raise BadInput(f"{folder} exists: remove it, or name another directory by --out.")
         folder.mkdir()
         with small_disk(folder / "disk", DISK_BYTES) as disk:
             target = Target(RunDir(disk.folder / "run"), folder, disk)
@@ -535,8 +537,8 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.out.resolve()
     soak = Soak(folder, options.server, options.steps, options.stall_s)
-    if options.part in ("all", "calm"):
-        folder.mkdir(parents=True)
+    if options.part in ("all", "calm") and not soak.model.exists():
+        folder.mkdir(parents=True, exist_ok=True)
         soak.make_model()
     faults = {"calm": [], "faulty": planned(options.steps, options.every, options.seed)}
     for name in faults if options.part == "all" else [options.part] if options.part in faults else []:
