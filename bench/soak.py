@@ -110,6 +110,7 @@ FIGURES = (
     Figure("/dev/shm, files", "", median_of("shm_files"), most=0.5),
     Figure("/dev/shm", "KiB", median_of("shm_kib"), most=64),
     Figure("checkpoints", "", median_of("checkpoints"), most=0.5),
+    Figure("newest checkpoint", "KiB", median_of("checkpoint_kib"), share=0.05),
     Figure("adapters waiting for a sync", "", median_of("synced"), most=0.5),
     Figure("trainer, processor time a step", "ms", per_step("trainer_ms"), share=0.10),
     Figure("step, wall clock", "ms", median_of("step_ms"), share=0.25),
@@ -332,7 +333,7 @@ class Following:
         found["shm_files"] = sum(1 for _ in shm.iterdir())
         found["shm_kib"] = shutil.disk_usage(shm).used / 1024
         found["checkpoints"] = len(list(run.checkpoints.glob("step-*")))
-        found["adapters"] = len(list(run.adapters.glob("v*")))
+        found["checkpoint_kib"] = size_kib(max(run.checkpoints.glob("step-*"), default=None))
         found["synced"] = len(list((run.path / "sync").glob("*/v*")))
         return found
 
@@ -361,6 +362,14 @@ class Tail:
 
 def read_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def size_kib(folder: Path | None) -> float | None:
+    """Size of a folder's files; None while it is being written or removed."""
+    try:
+        return sum(file.stat().st_size for file in folder.iterdir()) / 1024
+    except (OSError, AttributeError):
+        return None
 
 
 def figures_of(pid: int | None) -> dict[str, float | None]:

@@ -105,6 +105,7 @@ from kit.train.trained_policy import TrainedPolicy
 from kit.train.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields
 from reward.own import RewardFailed
 
+KEPT_LOGS = 100  # of transformers' history of logs
 # TRL metric -> key of metrics.jsonl
 METRICS = {
     "reward": "reward",
@@ -694,6 +695,8 @@ class PolicyTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         training = "loss" in logs and self.model.training
         super().log(logs, start_time)
+        # transformers writes all of them into every checkpoint; metrics.jsonl has every step.
+        del self.state.log_history[:-KEPT_LOGS]
         if not training:
             return
         self.figures.synchronize()

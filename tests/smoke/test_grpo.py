@@ -264,6 +264,18 @@ def test_truncated_completions_are_counted(tmp_path, build_trainer, recipe_argum
     assert row["completion_tokens"] == sum(map(len, completions))
 
 
+def test_a_checkpoint_does_not_grow_with_the_steps_before_it(
+    tmp_path, recipe, recipe_arguments, learning_model_dir, monkeypatch
+):
+    """transformers keeps 1.6 KiB of logs a step in memory, and all of them in every checkpoint."""
+    monkeypatch.setattr("kit.train.trainer.KEPT_LOGS", 2)
+    run = RunDir(tmp_path / "run")
+    done = recipe(recipe_arguments(learning_model_dir, run.path, {"train.max_steps": 4, "train.save_steps": 4}))
+    assert done.code == 0, done.err
+    history = read_json(run.newest_checkpoint() / "trainer_state.json")["log_history"]
+    assert [one["step"] for one in history] == [3, 4]
+
+
 def test_a_stop_text_ends_completions_which_are_learned_and_not_truncated(
     tmp_path, build_trainer, recipe_arguments, learning_model_dir, read_jsonl
 ):
