@@ -176,6 +176,11 @@ def is_machine_fault(error: BaseException) -> bool:
     return bool(names & DEVICE_ERRORS) or "CUDA error" in str(error) or full_disk(error) is not None
 
 
+def failure_of(error: BaseException) -> type[CheckFailed]:
+    """The kind of failure to raise instead of `error`: the machine's or the run's."""
+    return MachineFailed if is_machine_fault(error) else CheckFailed
+
+
 def is_failed_torch_save(error: BaseException) -> bool:
     """Whether torch.save failed to write: it raises a RuntimeError without errno, as CUDA does too."""
     return isinstance(error, RuntimeError) and (

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.core.errors import CheckFailed
+from kit.core.errors import CheckFailed, failure_of
 from kit.core.run_directory import write_json
 from kit.rollout.protocol import CONFIG, CONFIG_TEXT, INPUT_PEAKS, QUANT_CFG, WEIGHTS
 
@@ -78,7 +78,7 @@ class AdapterFile:
             os.replace(partial, directory)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise CheckFailed(
+            raise failure_of(error)(
                 f"writing the adapter of version {version} to {directory} failed: {error}. Free some space, then "
                 "continue with --resume."
             ) from error

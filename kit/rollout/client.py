@@ -16,7 +16,7 @@ from kit.core.cards import W8A16
 from kit.core.config.checks import is_main_process
 from kit.core.config.format_rules import served_format
 from kit.core.config.schema import Config
-from kit.core.errors import BadInput, CheckFailed, KitError
+from kit.core.errors import BadInput, CheckFailed, KitError, failure_of
 from kit.core.limits import VLLM_BELOW, VLLM_FROM
 from kit.core.run_directory import RunDir, base_directory, read_json
 from kit.core.tokenizer_hash import tokenizer_hash
@@ -375,7 +375,7 @@ class ServerRollout:
             except KitError as found:
                 outcome[2] = found
             except Exception as found:
-                outcome[2] = CheckFailed(f"the rollout failed: {type(found).__name__}: {found}")
+                outcome[2] = failure_of(found)(f"the rollout failed: {type(found).__name__}: {found}")
             outcome[1] = self.sync.served
         self._broadcast(outcome)
         if outcome[2] is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from kit.core.config.load import to_dict
 from kit.core.config.schema import Config
-from kit.core.errors import CheckFailed
+from kit.core.errors import failure_of
 from kit.core.installed import installed_versions
 from kit.core.run_directory import RunDir, write_json
 from kit.data.own_format import format_hash
@@ -235,7 +235,9 @@ def _append_line(path: Path, line: str) -> None:
         with open(path, "a") as file:
             file.write(f"{line}\n")
     except OSError as error:
-        raise CheckFailed(f"writing {path} failed: {error}. Free some space, then continue with --resume.") from error
+        raise failure_of(error)(
+            f"writing {path} failed: {error}. Free some space, then continue with --resume."
+        ) from error
 
 
 def _finite(value: Any) -> Any:

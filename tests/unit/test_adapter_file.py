@@ -1,13 +1,15 @@
 """The adapter's file for the replicas, as any reader of safetensors finds it, for a small model in memory."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from kit.core.errors import CheckFailed
+from kit.core.errors import CheckFailed, MachineFailed
 from kit.rollout.adapter_file import AdapterFile
 from tests.unit.test_policy_files import BASE, small_model
 
@@ -56,6 +58,19 @@ def test_a_version_written_again_replaces_the_first_and_its_data_is_aligned(tmp_
     ]
     assert int.from_bytes((folder / "adapter_model.safetensors").read_bytes()[:8], "little") % 8 == 0
     assert sorted(one.name for one in tmp_path.iterdir()) == ["v1"]
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, MachineFailed), (errno.EACCES, CheckFailed)])
+def test_a_version_that_cannot_be_written_leaves_nothing_and_a_full_disk_is_the_machine_s(
+    tmp_path, monkeypatch, number, kind
+):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("kit.rollout.adapter_file.write_json", fail)
+    with pytest.raises(CheckFailed, match=r"version 1 to .* failed: .*--resume") as caught:
+        AdapterFile(small_model(), torch.float32, BASE).write(tmp_path / "v1", 1)
+    assert type(caught.value) is kind and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("peaks", [None, {"model.layers.0.mlp.up_proj": 2.5, "model.layers.0.mlp.down_proj": 0.1}])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kit.core.config.load import load_config
-from kit.core.errors import CheckFailed
+from kit.core.errors import MachineFailed
 from kit.core.run_directory import RunDir, read_json
 from kit.train import record
 from kit.train.checkpoint import rewind
@@ -107,12 +107,12 @@ def test_completions_come_at_the_first_step_and_every_so_many(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["metrics", "ledger", "completions", "log"])
-def test_a_full_disk_while_a_step_is_written_is_a_check_that_failed(tmp_path, what):
+def test_a_full_disk_while_a_step_is_written_is_a_fault_of_the_machine(tmp_path, what):
     written = recorder(tmp_path)
     run = written.run
     run.completions.mkdir()
     target = {"metrics": run.metrics_file, "ledger": run.ledger_file, "log": run.logs / "trainer.log"}
-    with pytest.raises(CheckFailed, match=r"writing .* failed: .*No space left.*--resume"):
+    with pytest.raises(MachineFailed, match=r"writing .* failed: .*No space left.*--resume"):
         if what == "completions":
             # completions() starts its file anew, so the device is put in its place when it opens it.
             path = run.completions / "step-000001.jsonl"

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kit.core.config.load import load_config
-from kit.core.errors import BadInput, CheckFailed
+from kit.core.errors import BadInput, CheckFailed, MachineFailed
 from kit.core.run_directory import RunDir
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.rollout.client import ServerRollout
@@ -535,3 +535,16 @@ def test_a_replica_that_cannot_be_woken_at_the_end_is_told(rollout, capsys):
     line = f"{found.fakes[1].url} may be left asleep: no memory. The next start of a trainer wakes it.\n"
     assert capsys.readouterr().out == line
     assert found.fakes[0].calls == ["wake"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(OSError(28, "No space left on device"), MachineFailed), (OSError(13, "Permission denied"), CheckFailed)],
+)
+def test_a_rollout_that_the_machine_failed_can_be_resumed_from(rollout, error, kind):
+    def work():
+        raise error
+
+    with pytest.raises(CheckFailed, match="the rollout failed: ") as caught:
+        rollout(1)._in_main_process(SimpleNamespace(is_main_process=True), work)
+    assert type(caught.value) is kind
