@@ -116,6 +116,7 @@ def started(request, tiny_model_dir, tmp_path_factory):
         "rollout.sync": request.param,
         "rollout.server_wait_s": 600,
         "server.base": base,
+        "server.adapter_roots": f"['{tmp_path_factory.getbasetemp()}']",
         "server.max_num_seqs": 16,
         "server.enforce_eager": True,
         "server.kv_cache_gib": 1,

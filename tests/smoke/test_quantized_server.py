@@ -51,6 +51,7 @@ def setup(tmp_path_factory, recipe_arguments, learning_model_dir) -> Iterator[Se
         "rollout.backend": "server",
         "rollout.server_wait_s": 400,
         "server.base": folder / "base",
+        "server.adapter_roots": f"['{tmp_path_factory.getbasetemp()}']",
         "server.weights": "bf16",
         "server.max_num_seqs": 16,
         "server.kv_cache_gib": 1,

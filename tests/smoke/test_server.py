@@ -64,6 +64,7 @@ class Served:
             "rollout.server_wait_s": WAIT_S,
             "model.dtype": DTYPE[1],
             "server.base": base,
+            "server.adapter_roots": f"['{base.parents[1]}']",  # the tests have runs of their own
             "server.kv_cache_gib": 1,
             "server.max_num_seqs": 16,
             "server.enforce_eager": "true",

@@ -54,6 +54,7 @@ class Setup:
             "rollout.max_prompt_length": 64,
             "rollout.max_completion_length": 160,
             "server.base": self.servers[0].base,
+            "server.adapter_roots": f"['{self.servers[0].base.parents[1]}']",  # the tests have runs of their own
             "server.weights": "fp8_per_channel",
             "server.max_num_seqs": 32,
             "server.kv_cache_gib": 1,

@@ -140,6 +140,7 @@ def setup(tmp_path_factory, recipe_arguments, learning_model_dir, tiny_model_dir
             "rollout.server_wait_s": 600,
             "rollout.group_size": 8,
             "server.weights": "fp8_per_channel",
+            "server.adapter_roots": f"['{tmp_path_factory.getbasetemp()}']",
             "server.max_num_seqs": 32,
             "server.kv_cache_gib": 1,
             "server.enforce_eager": "true",
