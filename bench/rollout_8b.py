@@ -50,6 +50,7 @@ def prepare(work: Path, layers: int) -> None:
 def flags(work: Path, changes: dict[str, Any]) -> list[str]:
     """Command line of a run on this model, shared by the trainer and the server."""
     keys = {"run.name": "run8b", "run.output_dir": work / "run", "model.path": work / "model"}
+    keys |= {"server.adapter_roots": f"['{work}']"}  # trainers in directories of their own
     keys |= {"model.dtype": "bfloat16", "data.path": work / "tiny", "server.base": work / "base"}
     keys |= {"rollout.group_size": GROUP, "rollout.max_prompt_length": PROMPT, "rollout.max_completion_length": NEW}
     keys |= {"rollout.backend": "server", "rollout.max_sampler_k3": 5, "rollout.max_canary_delta": 5}
