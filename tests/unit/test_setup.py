@@ -5,17 +5,27 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import distributed
 
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import CheckFailed, Interrupted, run_command
 from kit.core.formats import FORMATS
 from kit.core.run_directory import RunDir, write_json, write_manifest
-from kit.train.setup import describe_format, describe_plan, load_data, out_of_memory, training
+from kit.train.setup import (
+    LONGEST_COLLECTIVE,
+    describe_format,
+    describe_plan,
+    load_data,
+    out_of_memory,
+    training,
+    wait_for_progress,
+)
 from tests import processes
 from tests.conftest import CONFIG
 
@@ -199,3 +209,16 @@ def test_held_out_problems_that_are_trained_on_are_named_before_the_run(tmp_path
     load_data(load_config(CONFIG, ["--data.path", str(tmp_path)]), tokenizer, 1)
     said = "WARNING: 1 of 1 held-out problems are training problems" in capsys.readouterr().out
     assert said == ("13" not in heldout)
+
+
+@pytest.mark.parametrize(("stall_s", "limit_s"), [(900.0, LONGEST_COLLECTIVE.total_seconds()), (0.0, 5.0)])
+def test_collectives_of_a_watched_run_wait_for_as_long_as_a_process_makes_progress(stall_s, limit_s):
+    distributed.init_process_group(
+        "gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=5)
+    )
+    try:
+        wait_for_progress(stall_s)
+        backend = distributed.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.options._timeout.total_seconds() == limit_s
+    finally:
+        distributed.destroy_process_group()
