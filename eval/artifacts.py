@@ -12,7 +12,7 @@ from kit.core import formats
 from kit.core.chat import arguments_of
 from kit.core.config import schema
 from kit.core.errors import BadInput
-from kit.core.run_directory import MANIFEST, RunDir, read_manifest, write_json
+from kit.core.run_directory import MANIFEST, RunDir, read_manifest, write_record
 from merge.trained import find_trained
 
 POLICIES = ("base", "grpo")
@@ -183,4 +183,4 @@ def _adapter_of(run: RunDir, manifests: dict[str, dict]) -> tuple[int | None, st
 def set_promotion(checkpoint: Artifact, promotion: dict | None) -> None:
     """Write `promoted` (and its evidence) into an artifact's manifest atomically."""
     manifest = {**checkpoint.manifest, "promoted": promotion is not None, "promotion": promotion}
-    write_json(checkpoint.path / MANIFEST, manifest)
+    write_record(checkpoint.path / MANIFEST, manifest)

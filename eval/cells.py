@@ -15,7 +15,7 @@ from pathlib import Path
 
 from eval.record import Record, as_rows
 from kit.core.errors import BadInput
-from kit.core.run_directory import file_hash, read_json, write_json
+from kit.core.run_directory import file_hash, read_json, write_record
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def write_cell(folder: Path, policy: str, name: str, cell: Cell, identity: dict,
         partial.unlink(missing_ok=True)
     facts = {key: value for key, value in cell.facts().items() if key != "reused"}
     date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    write_json(header, {"identity": identity, **facts, "date": date, "records": file_hash(final)})
+    write_record(header, {"identity": identity, **facts, "date": date, "records": file_hash(final)})
 
 
 def read_cell(folder: Path, policy: str, name: str, identity: dict) -> tuple[Cell | None, str]:
@@ -82,7 +82,13 @@ def read_cell(folder: Path, policy: str, name: str, identity: dict) -> tuple[Cel
 
 
 def read_records(file: Path) -> list[Record]:
-    """Read the records of a cell's jsonl; `BadInput` for an invalid line."""
+    """Read the records of a cell's jsonl; `BadInput` if they are not those of its header, or for an invalid line."""
+    header = file.with_name(f"{file.stem}.meta.json")
+    hashed = read_json(header).get("records")
+    if not file.is_file():
+        raise BadInput(f"{file} does not exist. Evaluate again.")
+    if file_hash(file) != hashed:
+        raise BadInput(f"{file} was damaged or edited: {header.name} records other content. Evaluate again.")
     names = {field.name for field in dataclasses.fields(Record)}
     rows = []
     for number, line in enumerate(file.read_text().split("\n"), 1):

@@ -34,7 +34,7 @@ from eval.server_backend import Endpoint, ask_server, parse_cells
 from eval.tasks import scoring_of
 from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import CHECK_FAILED, DONE, BadInput
-from kit.core.run_directory import RunDir, read_json, write_json
+from kit.core.run_directory import RunDir, read_json, write_record
 
 NAME = "endpoint"
 # Keys of data that shape a problem's prompt.
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": ["python", "-m", "eval", "endpoint", *argv],
     }
-    write_json(folder.parent / "endpoint.json", result)
+    write_record(folder.parent / "endpoint.json", result)
     print(report.cell_line(NAME, name, summary))
     for line in conclusion(result):
         print(line)

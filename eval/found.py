@@ -67,6 +67,8 @@ def find(run: RunDir, folder: Path, result: dict | None) -> Found:
     """Read everything that a report can show; files in `folder` take precedence over those in the run directory."""
     log = MetricsLog(run.metrics_file)
     log.poll()
+    if log.bad_lines:
+        run.metrics()  # names the damaged line
     manifests = {}
     for into, top in (("dequantized", run.merged), ("original", run.path / "merged-original")):
         for file in sorted(top.glob(f"*/*/{MANIFEST}")):

@@ -29,7 +29,7 @@ from eval.problems import held_out, problems_hash
 from eval.result import read_result, run_config
 from kit.core.config.schema import DataConfig
 from kit.core.errors import DONE, BadInput, CheckFailed
-from kit.core.run_directory import RunDir, file_hash, manifest_as_written, read_json, write_json
+from kit.core.run_directory import RunDir, file_hash, manifest_as_written, read_json, write_record
 from kit.data.problems import TEXT_FORMATS, Problem, chat_messages
 
 ROOT = Path(__file__).parents[1]
@@ -453,5 +453,5 @@ def publish(measured: Measured, comparison: dict, command: list[str]) -> None:
     file = measured.folder / "lm_eval.json"
     cells = (read_json(file).get("cells") or {}) if file.is_file() else {}
     made = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
-    write_json(file, {"cells": {**cells, f"{measured.policy}/{measured.format}": comparison | made}})
+    write_record(file, {"cells": {**cells, f"{measured.policy}/{measured.format}": comparison | made}})
     print(f"written: {file}", flush=True)

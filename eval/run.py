@@ -32,7 +32,7 @@ from eval.vllm_backend import ask_vllm
 from kit.core.config.base_rules import CALLED
 from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput
-from kit.core.run_directory import RunDir, write_json
+from kit.core.run_directory import RunDir, write_record
 from kit.data.problems import Problem, chat_messages
 from merge.imported import check_run_alone
 
@@ -272,7 +272,7 @@ def evaluate(plan: Plan, command: list[str]) -> dict:
     }
     # The gate reads eval.json, so it is written last: once it exists, everything does.
     report.write_report(result, plan.out)
-    write_json(plan.out / "eval.json", result)
+    write_record(plan.out / "eval.json", result)
     return result
 
 

@@ -29,7 +29,7 @@ from eval.machine import VLLM, machine, missing_kernel, package_versions
 from eval.serving_client import closed_loop, make_prompts, summarize, vocabulary
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, Interrupted, run_command
 from kit.core.formats import FORMATS
-from kit.core.run_directory import RunDir, manifest_as_written, read_json, read_manifest, write_json
+from kit.core.run_directory import RunDir, manifest_as_written, read_json, read_manifest, write_record
 from kit.core.yaml_files import parse_yaml
 from launch.replicas import Replicas, Stopped, read_end
 from launch.vllm_command import Installed, Plan, installed_vllm
@@ -163,7 +163,7 @@ def find_checkpoints(arguments: argparse.Namespace) -> dict[str, Path]:
             )
         rank = {name: place for place, name in enumerate(FORMATS)}
         for name in sorted(wanted, key=lambda name: (rank.get(name, len(rank)), name)):
-            read_manifest(folder / name, "checkpoint")
+            read_manifest(folder / name, "checkpoint", deep=True)
             found[name] = folder / name
     elif arguments.formats:
         raise BadInput("--formats names checkpoints of a run: pass --run too.")
@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
             if isinstance(error, KeyboardInterrupt) or error.args == (signal.SIGINT,):
                 raise Interrupted(f"interrupted: {ended}") from None
             raise CheckFailed(f"stopped; {ended}.") from None
-        write_json(file, result)  # a format takes minutes: keep what is measured if the next one is interrupted
+        write_record(file, result)  # a format takes minutes: keep what is measured if the next one is interrupted
     print(table(result))
     print(f"written: {file}; servers' logs in {settings.logs}", flush=True)
     return CHECK_FAILED if result["failed"] else DONE

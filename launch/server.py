@@ -64,7 +64,7 @@ def start(config: Config, flags: argparse.Namespace, overrides: list[str]) -> in
     """Run every check, then start the replicas."""
     vllm = installed_vllm()
     found = plans(config, vllm, *((None,) if vllm.is_cpu else (visible_gpus(), gpu_gib(), visible_cards())))
-    manifest = check_base(config, flags.config)
+    manifest = check_base(config, flags.config, deep=True)
     check_ports(found)
     describe(config, found, manifest, vllm, flags.dry_run)
     if flags.dry_run:

@@ -202,8 +202,9 @@ def _nvidia_smi(field: str) -> list[str] | None:
     return done.stdout.splitlines() if done.returncode == 0 else None
 
 
-def check_base(config: Config, config_path: str) -> dict:
-    """The manifest of the configuration's base directory; `BadInput` if it is missing, truncated or another base.
+def check_base(config: Config, config_path: str, deep: bool = False) -> dict:
+    """The manifest of the configuration's base directory; `BadInput` if it is missing, truncated or another base, and
+    with `deep`, which reads all of it, also if its content is damaged.
 
     A local model's path is not compared: it differs between hosts, while the base may be the same. Once the run has a
     base.json, the hash in it decides.
@@ -213,7 +214,7 @@ def check_base(config: Config, config_path: str) -> dict:
     if not directory.exists():
         raise BadInput(f"the dequantized base {directory} does not exist. {write}.")
     try:
-        manifest, facts = read_manifest(directory), read_json(directory / "base.json")
+        manifest, facts = read_manifest(directory, deep=deep), read_json(directory / "base.json")
     except BadInput as error:
         raise BadInput(f"{error} {write}, after removing {directory}.") from None
     quantization = facts.get("quantization") or {}

@@ -5,7 +5,7 @@ import time
 from dataclasses import asdict
 
 from kit.core.errors import DONE, BadInput
-from kit.core.run_directory import INTO, read_manifest, write_json
+from kit.core.run_directory import INTO, read_manifest, write_record
 from merge.card import write_card
 from merge.command import POLICIES, Merge
 from merge.tables import show_table
@@ -39,7 +39,7 @@ def compare_bases(arguments: argparse.Namespace, command: list[str]) -> int:
     if arguments.dry_run:
         return DONE
     result = measure(merges)
-    write_json(arguments.run / RESULT, result | {"command": ["python", "-m", "merge", *command]})
+    write_record(arguments.run / RESULT, result | {"command": ["python", "-m", "merge", *command]})
     print_comparison(result)
     print(f"written: {arguments.run / RESULT}")
     return DONE
@@ -53,7 +53,7 @@ def measure(merges: dict[str, Merge]) -> dict:
         merge.share_verifier(verifier)
         place = merge.place("grpo", "bf16")
         if merge.reuses_bf16("grpo"):
-            manifest = read_manifest(place, "checkpoint")
+            manifest = read_manifest(place, "checkpoint", deep=True)
             found = asdict(verifier.compare("grpo", place, plain=True))
         else:
             manifest = merge.write("grpo", "bf16")

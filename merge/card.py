@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
             f"--format {' '.join(name for name in arguments.format or () if name in FORMATS) or 'bf16'}{into}{out}"
         )
     for (_, name), place in found.items():
-        read_manifest(place, "checkpoint" if name in FORMATS else "gguf")
+        read_manifest(place, "checkpoint" if name in FORMATS else "gguf", deep=True)
     if arguments.push_to_hub:
         hub.check_access(arguments.push_to_hub)
     for place in found.values():
@@ -348,11 +348,7 @@ def serving(manifest: dict) -> str:
 def training(run: RunDir, manifest: dict) -> str:
     """Table of the mean metrics at the start and at the end of the adapter's training."""
     last, rows = manifest.get("adapter_version"), []
-    for line in run.metrics_file.read_text().splitlines() if run.metrics_file.is_file() else ():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:  # the last line of a run that was killed
-            continue
+    for row in run.metrics():
         if last is None or row.get("step", 0) <= last:
             rows.append(row)
     if not rows:

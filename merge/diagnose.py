@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kit.core.errors import DONE, BadInput
 from kit.core.formats import FORMATS
-from kit.core.run_directory import INTO, RunDir, read_manifest, write_json
+from kit.core.run_directory import INTO, RunDir, read_manifest, write_record
 from merge.options import add_run
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Diagnosis:
                 f"{name} needs more than the weights, so it is read from its merged checkpoint, and {place} does "
                 f"not exist. {self._make(policy, name)}"
             )
-        if not self._is_ours(read_manifest(place, "checkpoint"), policy):
+        if not self._is_ours(read_manifest(place, "checkpoint", deep=True), policy):
             raise BadInput(f"{place} is of another base or adapter. {self._make(policy, name)} --overwrite")
         return place
 
@@ -311,7 +311,7 @@ def write(result: dict, folder: Path, stem: str) -> None:
         os.replace(partial, folder / f"{stem}.md")
     finally:
         partial.unlink(missing_ok=True)
-    write_json(folder / f"{stem}.json", result)
+    write_record(folder / f"{stem}.json", result)
 
 
 def main(argv: list[str]) -> int:

@@ -25,8 +25,8 @@ from kit.core.run_directory import (
     read_json,
     read_manifest,
     stored_as,
-    write_json,
     write_manifest,
+    write_record,
 )
 from kit.weights.checkpoint import checkpoint_shards, find_checkpoint
 from kit.weights.frozen_base import default_device
@@ -110,7 +110,7 @@ def export(source: Original, out: Path, origin: dict, commit: str | None) -> dic
         print(f"writing {out}: {sizes(source.plan)}", flush=True)
         info = write_base(source, partial, **origin)
         write_config(source.directory, partial, None, str(source.written).removeprefix("torch."))
-        write_json(partial / "base.json", info)
+        write_record(partial / "base.json", info)
         made_from = source_facts(source.directory, commit, files)
         facts = {"policy": "base", "base_hash": info["hash"], "adapter_version": None, "adapter_hash": None}
         write_manifest(partial, "checkpoint", format="bf16", **facts, source=made_from)
@@ -184,7 +184,7 @@ def check_reusable(directory: Path, config: Config, origin: dict, commit: str | 
     local model is identified by its content, wherever it is. With `refresh`, the place and mtimes of files with
     unchanged content are recorded, so that they are not compared again.
     """
-    manifest = read_manifest(directory, "checkpoint")
+    manifest = read_manifest(directory, "checkpoint", deep=True)
     made_from = manifest.get("source")
     info = read_json(directory / "base.json")
     quantization = info.get("quantization") or {}
@@ -246,4 +246,4 @@ def record_place(directory: Path, manifest: dict, source: Path) -> None:
         for name, time in times.items():
             made_from["files"][name]["mtime_ns"] = time
         with contextlib.suppress(OSError):
-            write_json(directory / MANIFEST, manifest)
+            write_record(directory / MANIFEST, manifest)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.core.checksum import line_of
 from kit.core.config.load import config_from_dict, load_config, resolve, to_dict
 from kit.core.config.schema import Config, DataConfig, limit_faults
 from kit.core.errors import DONE, BadInput
@@ -25,7 +26,7 @@ from kit.core.run_directory import (
     read_json,
     read_manifest,
     stored_as,
-    write_json,
+    write_record,
 )
 from kit.core.user_files import read_text
 from kit.policy.adapter_files import (
@@ -219,12 +220,12 @@ class Import:
         with publish(self.out) as partial:
             run = RunDir(partial)
             info = describe_base(self.source, **self.origin)
-            write_json(run.base_file, info)
+            write_record(run.base_file, info)
             wrapped = bool(wrapper_of(self.described))
             import_adapter(self.adapter, run.adapter_dir(0), 0, info["hash"], wrapped)
             if self.rows:
                 run.completions.mkdir()
-                lines = "".join(json.dumps(row) + "\n" for row in self.rows)
+                lines = "".join(f"{line_of(row)}\n" for row in self.rows)
                 (run.completions / "step-000000.jsonl").write_text(lines)
             found = {
                 "config": to_dict(self.config),
@@ -232,7 +233,7 @@ class Import:
                 "command": ["python", "-m", "merge", *sys.argv[1:]],
                 "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
-            write_json(run.config_file, found)
+            write_record(run.config_file, found)
         return RunDir.open(self.out)
 
     def existing(self) -> RunDir:

@@ -21,6 +21,7 @@ import torch
 from kit.core.cards import generation
 from kit.core.chat import arguments_of, render, special_tokens
 from kit.core.checkpoint_files import from_files, quantization_of
+from kit.core.checksum import read_lines
 from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import INTO, RunDir, check_adapter_file, read_manifest
@@ -320,7 +321,7 @@ def _held_out_prompts(run: RunDir, tokenizer: Any) -> list[str]:
 
 def _logged_completions(run: RunDir, tokenizer: Any) -> list[str]:
     files = sorted(run.completions.glob("step-*.jsonl"), reverse=True)
-    rows = [row for file in files[:1] for row in itertools.islice(rows_in(file), SEQUENCES)]
+    rows = [row for file in files[:1] for row in itertools.islice(read_lines(file), SEQUENCES)]
     values = run.config()
     return [logged_texts(values, row, tokenizer)[1] for row in rows]
 
@@ -334,7 +335,7 @@ def logged_texts(values: dict, row: dict, tokenizer: Any) -> tuple[str, str]:
 
 
 def rows_in(file: Path) -> Iterator[dict]:
-    """Rows of a jsonl file; other lines are skipped, such as a truncated last one of a killed run."""
+    """Rows of a user's jsonl file; other lines are skipped."""
     with open(file) as lines:
         for line in lines:
             with contextlib.suppress(json.JSONDecodeError):

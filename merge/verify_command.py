@@ -77,7 +77,7 @@ def _merged(run: RunDir) -> list[Target]:
         for file in sorted(run.merged_into(into).glob(f"[!.]*/[!.]*/{MANIFEST}")):
             if file.parent.name.startswith(PREFIX):  # a GGUF file, compared in llama.cpp when it was written
                 continue
-            manifest = read_manifest(file.parent, "checkpoint")
+            manifest = read_manifest(file.parent, "checkpoint", deep=True)
             found.append(Target(manifest["policy"], manifest["format"], file.parent, into))
     if not found:
         raise BadInput(

@@ -16,7 +16,6 @@ Keys of the configuration can be given as --group.key value. Exit code: 0 done, 
 
 import argparse
 import itertools
-import json
 import os
 import shutil
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kit.core.checksum import line_of, read_lines
 from kit.core.config.checks import check_config, is_main_process, world_size
 from kit.core.config.load import load_config
 from kit.core.config.run_checks import check_run_directory
@@ -145,20 +145,19 @@ def begun(partial: Path, facts: dict) -> set[str]:
     """Ids of the problems that an interrupted measurement with these facts has; starts the file if there is none.
     Called by the main process only."""
     if partial.exists():
-        text = partial.read_text()
-        whole = text[: text.rfind("\n") + 1]  # without a line that a kill cut
-        if whole and json.loads(whole.split("\n", 1)[0]) == {"facts": facts}:
-            partial.write_text(whole)
-            return {json.loads(line)["problem_id"] for line in whole.splitlines()[1:]}
+        head, *rows = [*read_lines(partial)] or [{}]  # without a line that a kill cut
+        if head == {"facts": facts}:
+            partial.write_text("".join(f"{line_of(row)}\n" for row in (head, *rows)))
+            return {row["problem_id"] for row in rows}
     partial.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps({"facts": facts}) + "\n")
+    partial.write_text(line_of({"facts": facts}) + "\n")
     return set()
 
 
 def append(partial: Path, entries: list[dict]) -> None:
     if is_main_process():
         with open(partial, "a") as file:
-            file.writelines(f"{json.dumps(one)}\n" for one in entries)
+            file.writelines(f"{line_of(one)}\n" for one in entries)
 
 
 def entry(name: str, rewards: list[float], least: float) -> dict:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kit.core.checksum import read_lines
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser
 from kit.core.run_directory import RunDir, read_json
 from reward.answer import boxes, final_answer, message_text, own_text
@@ -87,18 +88,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _rows(file: Path) -> list[dict]:
-    lines = file.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            if line.strip():
-                rows.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):  # a running or killed trainer leaves a truncated last line
-                raise BadInput(f"{file}:{number} is not JSON: {error}") from None
-    if not all(isinstance(row, dict) for row in rows):
-        raise BadInput(f"{file} does not hold one JSON object per line.")
-    return rows
+    return list(read_lines(file))  # without a last line that a running or killed trainer truncated
 
 
 def paid(row: dict) -> bool:

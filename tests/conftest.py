@@ -31,6 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from kit.core import own_code
+from kit.core.checksum import without_checksum
 from kit.core.config.recipe import PLAIN
 from kit.core.errors import run_command
 from kit.core.run_directory import RunDir
@@ -292,12 +293,13 @@ def build_trainer() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def read_jsonl() -> Callable[[Path], list[dict]]:
-    """The objects of a jsonl file; a line that is not strict JSON fails the test."""
+    """The objects of a jsonl file without their checksums; a line that is not strict JSON fails the test."""
 
     def refuse(text: str) -> None:
         raise AssertionError(f"{text} is not JSON")
 
     def read(path: Path) -> list[dict]:
-        return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+        rows = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+        return [without_checksum(row, path) for row in rows]
 
     return read

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kit.core.checksum import without_checksum
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
 from kit.core.run_state import DONE, INTERRUPTED, End, is_restarting, last_end, trainer_pid
@@ -33,7 +34,7 @@ class MetricsLog:
     A line counts once its newline is written, so a partial line is never read. A step that goes back means a resumed
     run: its line replaces every earlier line of that step and later ones. A replaced or truncated file is read from
     the start; known rows stay if the new file continues from them, as after a rotation. `bad_lines` counts complete
-    lines that are not a step.
+    lines that are not a step, or not what was written.
     """
 
     def __init__(self, path: Path):
@@ -102,8 +103,8 @@ def read_completions(file: Path) -> list[dict]:
         return []
     rows = []
     for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):
-            row = read_json_line(line)
+        with contextlib.suppress(json.JSONDecodeError, BadInput):
+            row = without_checksum(read_json_line(line), file)
             if isinstance(row, dict) and isinstance(row.get("completion"), str):
                 rows.append(row)
     return rows
@@ -120,8 +121,8 @@ def _parse(line: bytes) -> dict | None:
     # A run that was killed mid-line and resumed leaves half a line followed by a whole one.
     for start in (0, text.rfind('{"step"')):
         try:
-            row = read_json_line(text[max(start, 0) :])
-        except json.JSONDecodeError:
+            row = without_checksum(read_json_line(text[max(start, 0) :]), "a step")
+        except (json.JSONDecodeError, BadInput):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int) and not isinstance(row["step"], bool):
             return row

@@ -15,19 +15,22 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.core import own_code
+from kit.core.checksum import read_lines, with_checksum, without_checksum
 from kit.core.errors import BadInput
 
 if TYPE_CHECKING:
     from kit.core.config.schema import Config
 
 MANIFEST = "manifest.json"
-TAKEN = (".safetensors", ".bin", ".json", ".jinja")  # files that checkpoint readers pick up by name
+# Files that readers pick up by name, so that one more in an artifact may change what is loaded.
+TAKEN = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".jinja")
+NUMBERED = re.compile(r"(v|step-)(\d{6,})")  # directories of a run that are named after the step of their content
 INTO = ("dequantized", "original")  # the base that an adapter is merged into
 
 
@@ -38,6 +41,12 @@ def file_hash(path: Path) -> str:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
+
+
+def file_hashes(files: Iterable[Path]) -> list[str]:
+    """`file_hash` of each file. Hashing releases the GIL, so the shards of a large checkpoint use a core each."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(file_hash, files))
 
 
 @contextlib.contextmanager
@@ -66,10 +75,16 @@ def write_json(path: Path, value: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_record(path: Path, value: dict) -> None:
+    """Write an object of the kit's own as `write_json` does, with a checksum that `read_json` compares."""
+    write_json(path, with_checksum(value))
+
+
 def read_json(path: Path) -> Any:
-    """Parse a JSON file; raises a `BadInput` that names the file if it is missing or not JSON."""
+    """Parse a JSON file and drop its checksum; raises a `BadInput` that names the file if it is missing, not JSON, or
+    not what `write_record` wrote."""
     try:
-        return json.loads(Path(path).read_text())
+        return without_checksum(json.loads(Path(path).read_text()), path)
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -203,15 +218,12 @@ def write_manifest(directory: Path, kind: str, **fields: Any) -> dict:
         for file in sorted(directory.rglob("*"))
         if file.is_file() and file.name != MANIFEST
     }
-    # Hashing releases the GIL, so the shards of a large checkpoint use a core each.
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        hashes = pool.map(file_hash, files.values())
-        listed = {
-            name: {"bytes": file.stat().st_size, "blake2b": content}
-            for (name, file), content in zip(files.items(), hashes, strict=True)
-        }
+    listed = {
+        name: {"bytes": file.stat().st_size, "blake2b": content}
+        for (name, file), content in zip(files.items(), file_hashes(files.values()), strict=True)
+    }
     manifest = {"kind": kind, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields, "files": listed}
-    write_json(directory / MANIFEST, manifest)
+    write_record(directory / MANIFEST, manifest)
     return manifest
 
 
@@ -225,9 +237,10 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
     """Return the manifest of a whole artifact.
 
     Every listed file must exist with its listed size, and with its listed hash if `deep`; otherwise raises a
-    `BadInput` that names the file. `kind` ("adapter", "checkpoint", "base", …) must match if given. If `deep`, a
-    checkpoint may hold no other file that readers pick up by name: transformers applies an adapter that lies beside
-    the weights, and prefers model.safetensors to shards.
+    `BadInput` that names the file. `kind` ("adapter", "checkpoint", "training-state", …) must match if given, and so
+    must the step that a directory of a run is named after. If `deep`, the artifact may hold no other file that readers
+    pick up by name: transformers applies an adapter that lies beside the weights, and prefers model.safetensors to
+    shards.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -243,22 +256,35 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
         raise BadInput(f"{directory / MANIFEST} lists no files: it was not written by this kit.")
     if kind is not None and manifest.get("kind") != kind:
         raise BadInput(f"{directory} holds a {manifest.get('kind')!r}, expected a {kind!r}.")
+    if (named := NUMBERED.fullmatch(directory.name)) and manifest.get("step", int(named[2])) != int(named[2]):
+        raise BadInput(
+            f"{directory} holds what was written after step {manifest['step']}, by its manifest. Give the directory "
+            "its own name back."
+        )
     for name, listed in manifest["files"].items():
         file = directory / name
         if not file.is_file():
             raise BadInput(f"{directory} is not whole: {name} is missing.")
         if (size := file.stat().st_size) != listed["bytes"]:
             raise BadInput(f"{directory} is not whole: {name} has {size} bytes, its manifest says {listed['bytes']}.")
-        if deep and file_hash(file) != listed["blake2b"]:
-            raise BadInput(f"{directory} is damaged: the content of {name} is not what its manifest says.")
-    if deep and manifest.get("kind") == "checkpoint":
-        there = {str(file.relative_to(directory)) for file in directory.rglob("*") if file.suffix in TAKEN}
-        if unlisted := sorted(there - set(manifest["files"]) - {MANIFEST}):
-            raise BadInput(
-                f"{directory} holds {unlisted[0]}, which its manifest does not list: it may load as another model."
-                " Move it elsewhere."
-            )
+    if deep:
+        _check_content(directory, manifest["files"])
     return manifest
+
+
+def _check_content(directory: Path, listed: dict[str, dict]) -> None:
+    """Raise `BadInput` unless the files of an artifact have the listed hashes and no other file can be taken for one
+    of it."""
+    hashes = file_hashes(directory / name for name in listed)
+    for (name, facts), content in zip(listed.items(), hashes, strict=True):
+        if content != facts["blake2b"]:
+            raise BadInput(f"{directory} is damaged: the content of {name} is not what its manifest says.")
+    there = {str(file.relative_to(directory)) for file in directory.rglob("*") if file.suffix in TAKEN}
+    if unlisted := sorted(there - set(listed) - {MANIFEST}):
+        raise BadInput(
+            f"{directory} holds {unlisted[0]}, which its manifest does not list: it may load as another model."
+            " Move it elsewhere."
+        )
 
 
 def is_plain_adapter(directory: Path) -> bool:
@@ -366,7 +392,7 @@ class RunDir:
 
     def metrics(self) -> list[dict]:
         """The rows of metrics.jsonl of a run that has ended; `metrics_log.MetricsLog` reads one that is growing."""
-        return [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
+        return list(read_lines(self.metrics_file))
 
     def merged_into(self, into: str) -> Path:
         """Directory of the checkpoints merged into the dequantized or the original base (`INTO`)."""

@@ -5,7 +5,7 @@ The first line has the facts of the measurement, every other one a problem:
     {"facts": {"base_hash": …, "model": …, "rollout": {…}, "data": {…}, "reward": {…}, "samples": 8, …}}
     {"problem_id": "e8b9eb097510d5f6", "pass_rate": 0.625, "known": 8, "mean_reward": 0.625}
 
-`pass_rate` is null if no completion could be judged. Imports no torch.
+`pass_rate` is null if no completion could be judged. Every line also has its checksum. Imports no torch.
 """
 
 import json
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kit.core.checksum import read_lines
 from kit.core.errors import BadInput
 from kit.core.user_files import read_text
 from kit.data.problems import Problem
@@ -55,23 +56,21 @@ def read_pass_rates(path: str | Path) -> PassRates:
     """Read a file of pass rates; raises `BadInput` that names the line that is not one of it."""
     file = Path(path).expanduser()
     try:
-        lines = read_text(file, MOST_BYTES).split("\n")
+        read_text(file, MOST_BYTES)  # refused here if it is missing, too large or no text
+        rows = list(read_lines(file, is_complete=True))
     except BadInput as error:
         raise BadInput(f"data.pass_rates: {error} Write it with {COMMAND}") from None
     facts, rates = None, {}
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
+    for number, entry in enumerate(rows, 1):
         try:
-            entry = json.loads(line)
             if facts is None:
                 facts = dict(entry["facts"])
                 continue
             rates[str(entry["problem_id"])] = _share(entry["pass_rate"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             what = "the facts of a measurement" if facts is None else "a problem's pass rate"
             raise BadInput(
-                f"data.pass_rates: {file}:{number} is not {what}: {line[:80]!r}. Write the file with {COMMAND}"
+                f"data.pass_rates: {file}:{number} is not {what}: {str(entry)[:80]!r}. Write the file with {COMMAND}"
             ) from None
     if facts is None:
         raise BadInput(f"data.pass_rates: {file} is empty. Write it with {COMMAND}")

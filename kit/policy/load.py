@@ -24,8 +24,8 @@ from kit.core.run_directory import (
     publish,
     read_json,
     read_manifest,
-    write_json,
     write_manifest,
+    write_record,
 )
 from kit.policy import stop_texts
 from kit.policy.adapter_files import (
@@ -439,8 +439,9 @@ def publish_adapter(
     version: int,
     base_hash: str,
     gathered: "dict[str, torch.Tensor] | None" = None,
+    **facts: Any,
 ) -> Path:
-    """Write the adapter and its manifest to `directory`, all or nothing; return the directory.
+    """Write the adapter and its manifest, with `facts` in it, to `directory`, all or nothing; return the directory.
 
     `gathered` are its tensors if the model holds only parts of them (`sharding.gather_adapter`). The state of
     quantized layers is written with it.
@@ -468,6 +469,7 @@ def publish_adapter(
             targets=sorted(adapter.target_modules),
             tensor_hash=hash_pairs({name: hash_tensor(tensor) for name, tensor in tensors.items()}),
             **quantizers,
+            **facts,
         )
     return directory
 
@@ -506,7 +508,7 @@ def record_base(model: "torch.nn.Module", run: RunDir, config: Config, write: bo
                 "with."
             )
     if write:
-        write_json(run.base_file, facts)
+        write_record(run.base_file, facts)
     return facts
 
 

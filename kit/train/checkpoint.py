@@ -14,7 +14,9 @@ from typing import Any
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 
+from kit.core.checksum import read_lines
 from kit.core.errors import BadInput, MachineFailed, is_failed_torch_save
+from kit.core.ledger import check_ledger, ledger_facts
 from kit.core.run_directory import (
     RunDir,
     checkpoint_step,
@@ -42,7 +44,9 @@ def commit_checkpoint(run: RunDir, step: int, base_hash: str, **facts: Any) -> P
     """Turn the staged `checkpoint-<step>` into `checkpoints/step-<step>`, with `facts` in its manifest; return it."""
     staged = staging_directory(run) / f"checkpoint-{step}"
     (staged / "README.md").unlink(missing_ok=True)
-    write_manifest(staged, "training-state", step=step, base_hash=base_hash, **facts)
+    write_manifest(
+        staged, "training-state", step=step, base_hash=base_hash, ledger=ledger_facts(run.ledger_file, step), **facts
+    )
     settle(staged)
     final = run.checkpoints / f"step-{step:06d}"
     shutil.rmtree(final, ignore_errors=True)
@@ -114,8 +118,11 @@ def seed_anew(seed: int, step: int, rank: int, processes: int) -> None:
 def rewind(run: RunDir, checkpoint: Path, **facts: Any) -> int:
     """Remove what later steps wrote (metrics, ledger, adapters, completions) and return the checkpoint's step: the run
     may diverge from here, and nothing may be logged twice or mistaken for its newest adapter. `resumes.jsonl` keeps
-    which steps and problems are sampled again, and `facts`."""
+    which steps and problems are sampled again, and `facts`. `BadInput`, with nothing removed, if metrics or ledger are
+    damaged or the ledger is not the checkpoint's."""
     step = checkpoint_step(checkpoint)
+    check_ledger(run.ledger_file, manifest_as_written(checkpoint), checkpoint)
+    list(read_lines(run.metrics_file))  # refused before anything is removed
     note_resume(run, step, **facts)
     for path in (run.metrics_file, run.ledger_file):
         drop_steps_after(path, step)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kit.core.config.checks import is_main_process
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json, write_json
+from kit.core.run_directory import RunDir, read_json, write_record
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -56,4 +56,4 @@ def check_problems(run: RunDir, dataset: "Dataset") -> None:
 def record_problems(run: RunDir, dataset: "Dataset") -> None:
     """Write `data.json`, which `check_problems` compares with on resume; in the main process only."""
     if is_main_process():
-        write_json(run.data_file, _facts(dataset))
+        write_record(run.data_file, _facts(dataset))

@@ -3,8 +3,6 @@
 Only the main process writes. Every line is flushed, so `tail -f` and `launch.watch` see a step as soon as it ends.
 """
 
-import contextlib
-import json
 import math
 import os
 import platform
@@ -17,11 +15,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kit.core.checksum import line_of, read_lines
 from kit.core.config.load import to_dict
 from kit.core.config.schema import Config
 from kit.core.errors import failure_of
 from kit.core.installed import installed_versions
-from kit.core.run_directory import RunDir, write_json
+from kit.core.ledger import read_ledger
+from kit.core.run_directory import RunDir, write_record
 from kit.data.own_format import format_hash
 from kit.environments.load import source_hashes
 from reward import function_of, is_own
@@ -77,7 +77,7 @@ def code_sandbox(config: Config) -> dict | None:
 def write_config(config: Config, run: RunDir, processes: int) -> None:
     """Write `config.json`: the resolved configuration, machine, versions and commit."""
     run.path.mkdir(parents=True, exist_ok=True)
-    write_json(
+    write_record(
         run.config_file,
         {
             "config": to_dict(config),
@@ -98,16 +98,11 @@ def write_config(config: Config, run: RunDir, processes: int) -> None:
 
 
 def drop_steps_after(path: Path, step: int) -> None:
-    """Remove lines of a step above `step` from a jsonl file, and a last line truncated by a crash."""
+    """Remove lines of a step above `step` from a jsonl file, and a last line truncated by a crash. `BadInput` if a
+    line is damaged."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
+    kept = [line_of(row) for row in read_lines(path) if isinstance(row.get("step"), int) and row["step"] <= step]
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(f"{line}\n" for line in kept))
     os.replace(temporary, path)
@@ -116,12 +111,11 @@ def drop_steps_after(path: Path, step: int) -> None:
 def note_resume(run: RunDir, step: int, **facts: Any) -> None:
     """Append to `resumes.jsonl` that the run goes on behind `step`, with `facts` about it and the ledger's later
     lines: problems that were drawn before the run ended and that are sampled again."""
-    again = []
-    for line in run.ledger_file.read_text().splitlines() if run.ledger_file.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):  # truncated by a crash
-            entry = json.loads(line)
-            if entry["step"] > step and entry["problem_ids"]:
-                again.append({"step": entry["step"], "problem_ids": entry["problem_ids"]})
+    again = [
+        {"step": entry.step, "problem_ids": entry.problem_ids}
+        for entry in read_ledger(run.ledger_file)
+        if entry.step > step and entry.problem_ids
+    ]
     _append(run.resumes_file, {"time": time.time(), "step": step, **facts, "sampled_again": again})
 
 
@@ -136,8 +130,8 @@ def add_counts(parts: Iterable[dict[str, dict[str, int]]]) -> dict[str, dict[str
 
 def unknown_so_far(metrics_file: Path) -> dict[str, dict[str, int]]:
     """`unknown_rewards` of the last step of a metrics file whose lines are all complete; empty if it has none."""
-    lines = metrics_file.read_text().splitlines() if metrics_file.exists() else []
-    return json.loads(lines[-1]).get("unknown_rewards") or {} if lines else {}
+    rows = list(read_lines(metrics_file))
+    return rows[-1].get("unknown_rewards") or {} if rows else {}
 
 
 class Recorder:
@@ -225,9 +219,7 @@ def _prints_go_to(path: Path) -> bool:
 
 
 def _append(path: Path, value: dict) -> None:
-    line = json.dumps(value, allow_nan=False, ensure_ascii=False)
-    # Unicode line separators are legal inside a JSON string, but str.splitlines splits there.
-    _append_line(path, line.translate({code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}))
+    _append_line(path, line_of(value))
 
 
 def _append_line(path: Path, line: str) -> None:

@@ -29,7 +29,7 @@ from kit.core.first_cause import fail, first_cause
 from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat
 from kit.core.progress import end_with_launcher, steps, watched
-from kit.core.run_directory import RunDir, write_json
+from kit.core.run_directory import RunDir, write_record
 from kit.core.run_state import drop_replaced, record_standstill, trains_in
 
 if TYPE_CHECKING:
@@ -437,7 +437,7 @@ def load_base(
     if rollout:
         rollout.check_base(facts["hash"])
     if PartialState().is_main_process:
-        write_json(run.base_file, facts)
+        write_record(run.base_file, facts)
         record_start(config, run, facts["hash"], model_config)
         drop_replaced(run)
     return base, facts, rollout

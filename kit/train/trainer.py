@@ -33,6 +33,7 @@ from kit.core.config.elastic_rules import describe
 from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
+from kit.core.ledger import ledger_facts
 from kit.core.progress import beat
 from kit.core.run_directory import RunDir, checkpoint_step
 from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
@@ -783,7 +784,9 @@ class PolicyTrainer(GRPOTrainer):
                 staged = staging_directory(self.run) / f"checkpoint-{step}"
                 if self.replay:
                     self.replay.write(staged)
-                publish_adapter(policy, self.run.adapter_dir(step), step, self.policy.base_hash, adapter)
+                ledger = ledger_facts(self.run.ledger_file, step)
+                place = self.run.adapter_dir(step)
+                publish_adapter(policy, place, step, self.policy.base_hash, adapter, ledger=ledger)
                 state = write_quantizer_state(policy, staged) | {"processes": self.accelerator.num_processes}
                 commit_checkpoint(self.run, step, self.policy.base_hash, **state)
                 rotate(self.run, self.config.train.keep_checkpoints)

@@ -117,7 +117,7 @@ def test_a_rewind_keeps_what_its_own_step_and_those_before_left_and_nothing_late
         (run.completions / f"step-{made:06d}.jsonl").write_text("{}\n")
         for file in (run.metrics_file, run.ledger_file):
             with open(file, "a") as lines:
-                lines.write(json.dumps({"step": made}) + "\n")
+                lines.write(json.dumps({"step": made, "problem_ids": []}) + "\n")
     assert rewind(run, run.checkpoints / f"step-{step:06d}") == step
     kept = [made for made in (2, 4, 6, 10) if made <= step]
     assert sorted(run.adapters.iterdir()) == [run.adapter_dir(made) for made in kept]

@@ -14,7 +14,7 @@ from eval.record import Record, as_rows
 from eval.score import summarize
 from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import MANIFEST, RunDir, read_json
+from kit.core.run_directory import MANIFEST, RunDir, file_hash, read_json, write_record
 from kit.data.problems import Problem
 from tests import sandbox
 
@@ -49,7 +49,8 @@ def measured(tmp_path: Path, correct: list = OURS, **result: object) -> Measured
     folder = tmp_path / "run"
     (folder / "eval").mkdir(parents=True, exist_ok=True)
     rows = "".join(json.dumps(row) + "\n" for row in as_rows(records))
-    (folder / "eval" / "grpo-bf16.jsonl").write_text(rows)
+    (file := folder / "eval" / "grpo-bf16.jsonl").write_text(rows)
+    write_record(folder / "eval" / "grpo-bf16.meta.json", {"records": file_hash(file)})
     made = {
         "matrix": {"grpo": {"bf16": {**summarize(records), "compute_dtype": "float32"}}},
         "eval": {"bootstrap_samples": 500},

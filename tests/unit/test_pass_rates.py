@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.core.checksum import line_of
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
@@ -102,9 +103,9 @@ def test_rates_of_other_sampling_or_of_another_base_are_a_warning(configured):
         ('{"facts": {}}\n{"problem_id": "a", "pass_rate": 1.5}\n', ":2 is not a problem's pass rate"),
         ('{"facts": {}}\n{"problem_id": "a", "pass_rate": NaN}\n', ":2 is not a problem's pass rate"),
         ('{"facts": {}}\n{"problem_id": "a", "pass_rate": true}\n', ":2 is not a problem's pass rate"),
-        ('{"facts": {}}\n[]\n', ":2 is not a problem's pass rate"),
-        ('{"facts": {}}\n{"pro', ":2 is not a problem's pass rate"),
-        ("[" * 100_000, ":1 is not the facts of a measurement"),
+        ('{"facts": {}}\n[]\n', ":2 is damaged: it holds '[]', not an object"),
+        ('{"facts": {}}\n{"pro', ":2 is damaged: its end is b'{\"pro'"),
+        ("[" * 100_000 + "\n", ":1 is damaged: it is not JSON"),
     ],
     ids=range(9),
 )
@@ -165,14 +166,14 @@ def test_a_measurement_is_of_all_problems_and_of_nothing_else():
     assert RunDir(config.run.directory).path == Path("data/.rates.jsonl.run")
 
 
-def test_an_interrupted_measurement_goes_on_and_one_of_other_facts_starts_over(tmp_path):
+def test_an_interrupted_measurement_goes_on_and_one_of_other_facts_starts_over(tmp_path, read_jsonl):
     partial = tmp_path / "out" / "rates.jsonl.partial"
     assert begun(partial, {"samples": 8}) == set()
     with open(partial, "a") as file:
-        file.write('{"problem_id": "a", "pass_rate": 1.0}\n{"problem_id": "b", "pas')
+        file.write(line_of({"problem_id": "a", "pass_rate": 1.0}) + '\n{"problem_id": "b", "pas')
     assert begun(partial, {"samples": 8}) == {"a"}
-    assert partial.read_text() == '{"facts": {"samples": 8}}\n{"problem_id": "a", "pass_rate": 1.0}\n'
-    assert begun(partial, {"samples": 16}) == set() and partial.read_text() == '{"facts": {"samples": 16}}\n'
+    assert read_jsonl(partial) == [{"facts": {"samples": 8}}, {"problem_id": "a", "pass_rate": 1.0}]
+    assert begun(partial, {"samples": 16}) == set() and read_jsonl(partial) == [{"facts": {"samples": 16}}]
 
 
 def test_a_completion_that_could_not_be_judged_is_not_a_failure():

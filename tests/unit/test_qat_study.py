@@ -9,6 +9,7 @@ import pytest
 from eval import plots, qat_study
 from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
 from kit.core.errors import BadInput, CheckFailed
+from kit.core.run_directory import file_hash, write_record
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 PROBLEMS = 60
@@ -24,6 +25,13 @@ def rows(right: int) -> str:
     fields = {"completion": "", "tokens": 1, "ended": True, "hit_max_tokens": False, "parsed": True, "answer": "1"}
     fields |= {"gold": "1", "correct_strict": True, "prompt_leak": False}
     return "".join(json.dumps(fields | {"problem_id": f"p{n}", "correct": n < right}) + "\n" for n in range(PROBLEMS))
+
+
+def write_cell(run: Any, name: str, text: str) -> None:
+    """The completions of GRPO in a format, and the header with their hash."""
+    file = run.path / "eval" / f"grpo-{name}.jsonl"
+    file.write_text(text)
+    write_record(file.with_name(f"grpo-{name}.meta.json"), {"records": file_hash(file)})
 
 
 @pytest.fixture
@@ -51,7 +59,7 @@ def study(tmp_path, monkeypatch):
             run.eval_file.write_text(json.dumps({"matrix": {"grpo": dict.fromkeys(names)}}))
             (run.path / "eval").mkdir(exist_ok=True)
             for name in names:
-                (run.path / "eval" / f"grpo-{name}.jsonl").write_text(rows(right))
+                write_cell(run, name, rows(right))
 
     monkeypatch.setattr(made, "command", command)
     made.asked = asked
@@ -167,7 +175,7 @@ def test_an_answer_that_could_not_be_compared_is_left_out(study):
     study.everything()
     lines = rows(45).splitlines()
     lines[0] = lines[0].replace('"correct": true', '"correct": null')
-    (study.run("qat", 0, "fp8").path / "eval" / "grpo-fp8.jsonl").write_text("\n".join(lines) + "\n")
+    write_cell(study.run("qat", 0, "fp8"), "fp8", "\n".join(lines) + "\n")
     row = qat_study.collect(study)["fp8"]["qat"]
     assert row["by_seed"] == pytest.approx([44 / 59, 45 / 60]) and row["accuracy"] == pytest.approx(44 / 59)
     assert row["change"]["difference"] == pytest.approx(15 / 59)  # of the problems that all runs decided
@@ -175,7 +183,7 @@ def test_an_answer_that_could_not_be_compared_is_left_out(study):
 
 def test_a_difference_is_of_the_seeds_that_both_arms_have(study):
     study.everything()
-    (study.run("ptq", 1).path / "eval" / "grpo-fp8.jsonl").write_text(rows(PROBLEMS))
+    write_cell(study.run("ptq", 1), "fp8", rows(PROBLEMS))
     assert qat_study.collect(study)["fp8"]["qat"]["change"]["difference"] == pytest.approx(0.0)
     study.run("qat", 1, "fp8").eval_file.unlink()
     change = qat_study.collect(study)["fp8"]["qat"]["change"]

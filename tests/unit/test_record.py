@@ -140,12 +140,12 @@ def test_rewinding_drops_later_steps_and_a_line_cut_by_a_crash(tmp_path, read_js
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ledger.jsonl", "metrics.jsonl", "resumes.jsonl"]
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", '[1]\n"x"\nnull\n', '{"step": null}\n', '{"other": 1}\n', "\x00\x00"])
-def test_lines_that_are_no_step_are_dropped(tmp_path, text):
+@pytest.mark.parametrize("text", ["", "\n\n", '{"step": null}\n', '{"other": 1}\n', "\x00\x00"])
+def test_lines_that_are_no_step_are_dropped(tmp_path, text, read_jsonl):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + text)
     drop_steps_after(path, 3)
-    assert path.read_text() == '{"step": 1}\n'
+    assert read_jsonl(path) == [{"step": 1}]
     drop_steps_after(tmp_path / "absent.jsonl", 3)
     assert not (tmp_path / "absent.jsonl").exists()
 

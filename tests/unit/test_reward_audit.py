@@ -138,7 +138,7 @@ def test_a_line_cut_short_at_the_end_is_passed_over_and_one_in_the_middle_is_not
     run.metrics_file.write_text(whole + '{"step": 21, "rew')
     assert len(read_trace(run.path).steps) == STEPS
     run.metrics_file.write_text('{"step": 0, "rew\n' + whole)
-    with pytest.raises(BadInput, match=r"metrics.jsonl:1 is not JSON"):
+    with pytest.raises(BadInput, match=r"metrics.jsonl:1 is damaged: it is not JSON"):
         read_trace(run.path)
 
 

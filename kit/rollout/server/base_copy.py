@@ -5,18 +5,17 @@ An FP8 base is kept as codes and scales, 1 byte per weight: quantizing whole row
 exactly the codes and scales that the trainer stores (kit/weights/fp8.py). Imports torch inside functions.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kit.core.run_directory import read_json
+
 
 def storage(directory: Path) -> str:
     """`policy.quantization` of the base in a directory; nf4 if not recorded."""
-    try:
-        return json.loads((directory / "base.json").read_text())["quantization"]["type"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return "nf4"
+    file = directory / "base.json"
+    return (read_json(file).get("quantization") or {}).get("type", "nf4") if file.is_file() else "nf4"
 
 
 def has_copy(directory: Path) -> bool:
@@ -33,7 +32,7 @@ def copy_bytes(directory: Path) -> int:
     from kit.weights.checkpoint import checkpoint_shards
     from kit.weights.wrapped import language_name
 
-    names = {f"{name}.weight" for name in json.loads((directory / "base.json").read_text())["quantized"]}
+    names = {f"{name}.weight" for name in read_json(directory / "base.json")["quantized"]}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in checkpoint_shards(directory):
         tensors = read_header(directory / file).tensors.items()
@@ -55,7 +54,7 @@ def read(directory: Path, kind: str, linears: list[Any], place: Callable[[Any], 
 
     shards = checkpoint_shards(directory).items()
     files = {language_name(stored): (directory / file, stored) for file, names in shards for stored in names}
-    stored = json.loads((directory / "base.json").read_text())["quantized"]
+    stored = read_json(directory / "base.json")["quantized"]
     dtype = torch.bfloat16
     for linear in linears:
         packed, scales = [], []

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kit.core.errors import BadInput
+from kit.core.run_directory import manifest_as_written
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.rollout.protocol import (
     BINARY,
@@ -440,8 +442,8 @@ def flat_floats(flat: FlatLogprobs, positions: int, empty: int) -> np.ndarray:
 def base_hash(directory: Path) -> str | None:
     """Base hash of a directory that `python -m merge base` wrote, else None."""
     try:
-        found = json.loads((directory / "manifest.json").read_text()).get("base_hash")
-    except (OSError, ValueError, AttributeError):
+        found = manifest_as_written(directory).get("base_hash")
+    except (BadInput, AttributeError):
         return None
     return found if isinstance(found, str) else None
 

@@ -201,11 +201,9 @@ def adapter_modules(linears: list[Linear]) -> list[str]:
 def unquantized(directory: Path, names: "set[str]") -> set[str]:
     """Those of the layers `names` that the base in a directory stores unquantized and that no adapter may target:
     routers."""
-    import json
+    from kit.core.run_directory import read_json
 
-    try:
-        facts = json.loads((directory / "base.json").read_text())
-        quantized, tensors = set(facts["quantized"]), facts["tensors"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return set()
+    file = directory / "base.json"
+    facts = read_json(file) if file.is_file() else {}
+    quantized, tensors = set(facts.get("quantized") or ()), facts.get("tensors") or {}
     return {name for name in names if name not in quantized and f"{name}.weight" in tensors}
