@@ -17,7 +17,7 @@ import dataclasses
 import json
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from eval.artifacts import (
     POLICIES,
@@ -32,11 +32,14 @@ from eval.compare import form_note
 from eval.hygiene import findings, limits_of
 from eval.options import add_configuration, command_parser
 from eval.problems import check_disjoint, held_out, names_training, problems_hash
+from eval.recheck import rechecked
 from eval.result import measurement, read_result, run_config
 from eval.rules import PASS, Rule, judge
 from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed
-from kit.core.run_directory import RunDir, file_hash
+from kit.core.ledger import check_ledger, read_ledger
+from kit.core.run_directory import RunDir, file_hash, read_manifest
+from kit.data.problems import Problem
 
 # Formats are checked column by column, and the batch size only affects speed.
 NOT_COMPARED = ("formats", "batch_size")
@@ -55,12 +58,13 @@ def main(argv: list[str]) -> int:
     result = read_result(file, run)
     checkpoint = gated_artifact(run, config.eval.gate.format)
     try:
-        check_problems(run, config, result)
+        problems = check_problems(run, config, result, checkpoint)
     except CheckFailed:
         if checkpoint.manifest.get("promoted") and not arguments.dry_run:
             set_promotion(checkpoint, None)
         raise
-    check_fresh(run, config, result, checkpoint)
+    hashes = check_fresh(run, config, result, checkpoint)
+    result = rechecked(file.parent, config, result, problems, hashes)
     rules = judge(config, result, checkpoint.manifest)
     passed = all(rule.verdict == PASS for rule in rules)
     print_rules(rules, checkpoint)
@@ -69,16 +73,26 @@ def main(argv: list[str]) -> int:
         print(f"note: the training was quantization-aware, for {own}{other}")
     if note := base_note(config, result):
         print(note)
+    changed = changed_limits(run, config)
+    for key, (own, now) in changed.items():
+        print(f"note: eval.gate.{key} is {own!r} in the run's configuration, and the gate was asked with {now!r}")
     if arguments.dry_run:
         return DONE if passed else CHECK_FAILED
     promotion = None
     if passed:
         date, rows = time.strftime("%Y-%m-%dT%H:%M:%S%z"), [vars(rule) for rule in rules]
-        promotion = {"eval_hash": file_hash(file), "date": date, "rules": rows}
+        limits = {"limits": dataclasses.asdict(config.eval.gate), "changed_limits": changed}
+        promotion = {"eval_hash": file_hash(file), "date": date, "rules": rows, **limits}
     if passed or checkpoint.manifest.get("promoted"):
         set_promotion(checkpoint, promotion)
     print(f"{'promoted' if passed else 'not promoted'}: {checkpoint.path}", flush=True)
     return DONE if passed else CHECK_FAILED
+
+
+def changed_limits(run: RunDir, config: Config) -> dict[str, list]:
+    """{key of eval.gate: [the run's own, what the gate was given]} of those that differ."""
+    own, now = dataclasses.asdict(run_config(run, []).eval.gate), dataclasses.asdict(config.eval.gate)
+    return {key: [own[key], now[key]] for key in own if own[key] != now[key]}
 
 
 def gated_artifact(run: RunDir, name: str) -> Artifact:
@@ -94,25 +108,33 @@ def gated_artifact(run: RunDir, name: str) -> Artifact:
     return artifact(run, "grpo", name)
 
 
-def check_problems(run: RunDir, config: Config, result: dict) -> None:
-    """Check by content that the held-out problems are those that were measured and that none was trained on.
+def check_problems(run: RunDir, config: Config, result: dict, checkpoint: Artifact) -> list[Problem]:
+    """Return the held-out problems, after checking by content that they were measured and that none was trained on.
 
     Trained on means: among the training problems of the configuration that the gate was given or of the run's own, or
-    in its ledger. `CheckFailed` if one is, `BadInput` if they are not the problems of eval.json.
+    in its ledger. `CheckFailed` if one is, or if the ledger lists problems that the training data no longer has;
+    `BadInput` if they are not the problems of eval.json, or if the ledger is not the one of the adapter.
     """
     from kit.data.problems import load_problems
 
-    problems, own = (
+    check_own_ledger(run, checkpoint)
+
+    problems, trained = (
         held_out(config.data, config.eval.max_problems, reward=config.eval.reward),
-        run_config(run, []).data,
+        run_config(run, []),
     )
-    if own != config.data and names_training(own):
-        check_disjoint(load_problems(config.data, "eval"), load_problems(own, "train"))
+    own = trained.data
     consumed = consumed_ids(run)
-    if trained := [problem for problem in problems if problem.id in consumed]:
+    if names_training(own):
+        training = load_problems(own, "train")
+        if own != config.data:
+            check_disjoint(load_problems(config.data, "eval"), training)
+        if not trained.sft.is_given:  # demonstrations have ids of their own
+            check_known(run, consumed, training)
+    if seen := [problem for problem in problems if problem.id in consumed]:
         raise CheckFailed(
-            f"{len(trained)} of {len(problems)} held-out problems were trained on: {run.ledger_file} lists "
-            f"{trained[0].source}, {trained[0].question[:100]!r}. Point data.eval_path at other problems."
+            f"{len(seen)} of {len(problems)} held-out problems were trained on: {run.ledger_file} lists "
+            f"{seen[0].source}, {seen[0].question[:100]!r}. Point data.eval_path at other problems."
         )
     # An evaluation by an earlier version lacks newer keys; it behaved as their defaults do.
     data = dataclasses.asdict(DataConfig()) | (result.get("data") or {})
@@ -128,20 +150,29 @@ def check_problems(run: RunDir, config: Config, result: dict) -> None:
             f"eval.json is stale: its problems_hash is {result.get('problems_hash')}, that of the held-out problems "
             f"is now {found}. {_again(run, result)}"
         )
+    return problems
 
 
 def consumed_ids(run: RunDir) -> set[str]:
-    """Ids in the run's ledger; empty without one. A truncated last line, as a full disk leaves it, belongs to a step
-    that was not taken; `BadInput` for any other invalid line."""
-    consumed: set[str] = set()
-    lines = run.ledger_file.read_text().split("\n") if run.ledger_file.is_file() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            consumed.update(json.loads(line)["problem_ids"] if line else ())
-        except (ValueError, KeyError, TypeError):
-            if number < len(lines):
-                raise BadInput(f"{run.ledger_file}:{number} is not an entry of a ledger: {line[:80]!r}.") from None
-    return consumed
+    """Ids in the run's ledger; empty without one."""
+    return {one for entry in read_ledger(run.ledger_file) for one in entry.problem_ids}
+
+
+def check_own_ledger(run: RunDir, checkpoint: Artifact) -> None:
+    """Raise `BadInput` unless the ledger is the one that the checkpoint's adapter was written with."""
+    version = checkpoint.manifest.get("adapter_version")
+    if version is not None and (adapter := run.adapter_dir(version)).is_dir():
+        check_ledger(run.ledger_file, read_manifest(adapter, "adapter"), adapter)
+
+
+def check_known(run: RunDir, consumed: set[str], training: Sequence[Problem]) -> None:
+    """Raise `CheckFailed` if the ledger lists problems that the training data no longer has: a held-out problem may
+    have been among them."""
+    if strangers := consumed - {problem.id for problem in training}:
+        raise CheckFailed(
+            f"{run.ledger_file} lists {len(strangers)} problems, such as {min(strangers)}, that the training data no "
+            "longer has, so nothing shows whether held-out problems were among them. Restore the data of the training."
+        )
 
 
 def check_measurement(run: RunDir, config: Config, result: dict) -> None:
@@ -166,8 +197,10 @@ def check_measurement(run: RunDir, config: Config, result: dict) -> None:
     )
 
 
-def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact) -> None:
-    """Raise `BadInput` unless the evaluation measured exactly these checkpoints: base and GRPO in format and bf16."""
+def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact) -> dict[tuple[str, str], str]:
+    """The artifact hashes of the cells that the gate reads: base and GRPO in format and bf16. `BadInput` unless the
+    evaluation measured exactly these checkpoints."""
+    hashes = {}
     name, manifest = config.eval.gate.format, checkpoint.manifest
     formats = list(dict.fromkeys((name, "bf16")))
     absent = [f"{policy} in {used}" for used in formats for policy in POLICIES if used not in result["matrix"][policy]]
@@ -194,6 +227,8 @@ def check_fresh(run: RunDir, config: Config, result: dict, checkpoint: Artifact)
                     f"eval.json is stale: its artifact_hash of {policy} in {used} is {old}, that of {now.path} is now "
                     f"{now.hash}. {_again(run, result)}"
                 )
+            hashes[policy, used] = now.hash
+    return hashes
 
 
 def _again(run: RunDir, result: dict, formats: Iterable[str] = ()) -> str:

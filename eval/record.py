@@ -10,7 +10,7 @@ class Record:
     """One scored completion, number `sample` of its problem.
 
     `correct` accepts every answer form, `correct_strict` only a box (for code, a fenced block); None is undecided.
-    `reward` is the value of a reward function, None without one.
+    `reward` is the value of a reward function, None without one; `text` is what was judged, None for `completion`.
     """
 
     problem_id: str
@@ -26,6 +26,7 @@ class Record:
     prompt_leak: bool
     sample: int = 0
     reward: float | None = None
+    text: str | None = None
 
 
 def as_rows(records: Sequence[Record]) -> list[dict]:

@@ -154,6 +154,7 @@ def score(
             ),
             sample=place % samples,
             reward=judged.reward,
+            text=None if made.text == made.raw else made.text,
         )
         for place, (made, answer, judged) in enumerate(zip(generations, answers, judgements, strict=True))
     ]

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import RunDir, read_manifest, write_manifest
+from kit.core.run_directory import RunDir, read_json, read_manifest, write_json, write_manifest
 from kit.weights import shards
 from merge.__main__ import main
 from tests import processes
@@ -85,8 +85,8 @@ def test_bf16_of_another_adapter_is_not_quantized_in_silence(merged, tmp_path):
     run = RunDir(tmp_path / "run")
     shutil.copytree(merged[0].path, run.path)
     newer = alter_adapter(run, run.adapter_dir(20), rename=lambda n: n)
-    manifest = json.loads((newer / "manifest.json").read_text())
-    (newer / "manifest.json").write_text(json.dumps({**manifest, "tensor_hash": "another"}))
+    manifest = read_json(newer / "manifest.json")
+    write_json(newer / "manifest.json", {**manifest, "step": 20, "tensor_hash": "another"})
     shutil.rmtree(run.merged / "grpo" / "fp8")
     with pytest.raises(BadInput, match="of another base or adapter"):
         main(["--run", str(run.path), "--policy", "grpo", "--format", "fp8"])

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_manifest, write_manifest
+from kit.core.run_directory import RunDir, read_json, read_manifest, write_json, write_manifest
 from kit.weights.frozen_base import BaseCheckpoint
 from merge.__main__ import main
 from merge.merge import read_adapter
@@ -154,7 +154,7 @@ def test_a_run_that_is_none_is_exit_2_and_a_stranger_s_checkpoint_is_not_read(di
     run = RunDir(tmp_path / "run")
     shutil.copytree(diagnosed[0].path, run.path)
     manifest = run.merged / "grpo" / "w4a16" / "manifest.json"
-    manifest.write_text(json.dumps({**read(manifest), "adapter_hash": "another"}))
+    write_json(manifest, {**read_json(manifest), "adapter_hash": "another"})
     monkeypatch.setattr("merge.quantize.STORED", {})
     with pytest.raises(BadInput, match=r"of another base or adapter.*--overwrite"):
         main(["diagnose", "--run", str(run.path), "--formats", "w4a16"])

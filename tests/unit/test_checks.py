@@ -14,7 +14,7 @@ from kit.core.config.run_checks import FREE_ON_RESUME, check_run_directory
 from kit.core.config.schema import Config
 from kit.core.config.shared_gpu import describe_split, replicas_beside_trainer, split_fault
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, write_json, write_manifest
+from kit.core.run_directory import RunDir, read_json, write_json, write_manifest
 from kit.core.run_state import lock_run
 from tests.unit.test_accelerate_configs import announces
 
@@ -391,7 +391,7 @@ def test_resume_needs_the_same_settings_and_names_another(tmp_path, changes, mes
 def test_a_run_that_is_older_than_a_key_resumes_with_its_default_and_with_nothing_else(tmp_path):
     config = configuration(run__output_dir=tmp_path / "run")
     run = run_with_checkpoint(tmp_path / "run", config)
-    written = json.loads(run.config_file.read_text())
+    written = read_json(run.config_file)
     del written["config"]["distill"], written["config"]["train"]["epsilon_high"]
     run.config_file.write_text(json.dumps(written))
     check_run_directory(config, resume=True, processes=1)
