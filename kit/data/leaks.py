@@ -102,12 +102,8 @@ def _plain(question: str) -> str:
     kept = []
     for sign in text:
         kind = unicodedata.category(sign)
-        if (
         if (kind in ("Cf", "Cc") and sign not in "\n\t") or _MARK.match(sign):
             continue  # zero-width, directional, control
-            or "\ufe00" <= sign <= "\ufe0f"
-        ):
-            continue  # zero-width, directional, control; combining accents; variants of a glyph
         kept.append(str(unicodedata.decimal(sign)) if kind == "Nd" else sign)
     text = unicodedata.normalize("NFKC", "".join(kept)).translate(_LOOKALIKES)
     for pattern, instead in _LATEX:

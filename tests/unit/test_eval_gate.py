@@ -24,6 +24,7 @@ from kit.core.run_directory import (
     write_json,
     write_manifest,
 )
+from kit.data.problems import load_problems
 
 CELL = {"n": 300, "undecided": 0, "parse_rate": 1.0, "prompt_leak_rate": 0.0, "end_of_turn_rate": 1.0}
 CELL |= {"max_token_hit_rate": 0.0, "undecided_rate": 0.0}
@@ -82,6 +83,12 @@ def make_run(tmp_path, name: str = "fp8") -> RunDir:
     }
     write_json(run.eval_file, result)
     return run
+
+
+@pytest.fixture(autouse=True)
+def figures_as_written(monkeypatch):
+    """These results are written by hand, without completions; test_eval_gate_attacks.py derives them from such."""
+    monkeypatch.setattr(gate, "rechecked", lambda folder, config, result, problems, hashes: result)
 
 
 @pytest.fixture
@@ -372,16 +379,17 @@ def test_a_held_out_problem_added_to_the_training_file_stops_the_gate_whatever_d
 
 
 def test_a_problem_in_the_runs_ledger_was_trained_on_wherever_it_lies_now(run):
-    problem = held_out(config_from_dict(read_json(run.config_file)["config"]).data, 300)[2]
-    whole = json.dumps({"step": 1, "problem_ids": ["0" * 16]}) + "\n"
+    data = config_from_dict(read_json(run.config_file)["config"]).data
+    problem, first, second = held_out(data, 300)[2], *load_problems(data, "train")[:2]
+    whole = json.dumps({"step": 1, "problem_ids": [first.id]}) + "\n"
     run.ledger_file.write_text(whole + whole[:20])  # what a full disk leaves of the last line
     assert decide(run) == 0
     run.ledger_file.write_text(whole[:20] + "\n" + whole)
-    with pytest.raises(BadInput, match=r"ledger\.jsonl:1 is not an entry of a ledger"):
+    with pytest.raises(BadInput, match=r"ledger\.jsonl:1 is damaged: it is not JSON"):
         decide(run)
     run.ledger_file.write_text(whole)
     with open(run.ledger_file, "a") as file:
-        file.write(json.dumps({"step": 2, "problem_ids": ["1" * 16, problem.id]}) + "\n")
+        file.write(json.dumps({"step": 2, "problem_ids": [second.id, problem.id]}) + "\n")
     with pytest.raises(CheckFailed, match=r"1 of 4 held-out problems were trained on: .*ledger.jsonl lists .*round 2"):
         decide(run)
     assert not promoted(run)
