@@ -124,18 +124,16 @@ def check_problems(run: RunDir, config: Config, result: dict, checkpoint: Artifa
         run_config(run, []),
     )
     own = trained.data
-    consumed = consumed_ids(run)
-    if names_training(own):
-        training = load_problems(own, "train")
-        if own != config.data:
-            check_disjoint(load_problems(config.data, "eval"), training)
-        if not trained.sft.is_given:  # demonstrations have ids of their own
-            check_known(run, consumed, training)
+    consumed, training = consumed_ids(run), load_problems(own, "train") if names_training(own) else None
+    if training is not None and own != config.data:
+        check_disjoint(load_problems(config.data, "eval"), training)
     if seen := [problem for problem in problems if problem.id in consumed]:
         raise CheckFailed(
             f"{len(seen)} of {len(problems)} held-out problems were trained on: {run.ledger_file} lists "
             f"{seen[0].source}, {seen[0].question[:100]!r}. Point data.eval_path at other problems."
         )
+    if training is not None and not trained.sft.is_given:  # demonstrations have ids of their own
+        check_known(run, consumed, training)
     # An evaluation by an earlier version lacks newer keys; it behaved as their defaults do.
     data = dataclasses.asdict(DataConfig()) | (result.get("data") or {})
     expected = dataclasses.asdict(config.data)
