@@ -305,7 +305,7 @@ def test_a_disk_that_fills_is_told_by_its_error_number_and_leaves_the_last_eval_
     from eval import run as eval_run
 
     before = run.eval_file.read_bytes()
-    for place in ("write_cell", "write_json"):
+    for place in ("write_cell", "write_record"):
         with monkeypatch.context() as patch:
             patch.setattr(eval_run, place, _full_disk)
             with pytest.raises(OSError, match="No space left") as caught:
