@@ -12,7 +12,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import json
 import os
 import time
 from collections.abc import Awaitable, Callable
