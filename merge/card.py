@@ -272,7 +272,7 @@ def front_matter(config: dict, manifest: dict) -> str:
     learned = "qlora" if storage(config) == "nf4" else "lora"
     tags = [*method, learned] if manifest["policy"] == "grpo" else []
     tags += ["quantization-aware"] if manifest.get("trained_for") == manifest["format"] and tags else []
-    return "\n".join([*lines, "tags:", *(f"- {json.dumps(tag)}" for tag in [*tags, manifest["format"]]), "---"])
+    return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in [*tags, json.dumps(manifest["format"])]), "---"])
 
 
 def introduction(config: dict, manifest: dict) -> str:
