@@ -79,7 +79,7 @@ def load_tokenizer(place: str | Path, asking: Asking) -> "PreTrainedTokenizerBas
     """
     from transformers import AutoTokenizer
 
-    tokenizer = from_files("tokenizer", place, lambda: AutoTokenizer.from_pretrained(place))
+    tokenizer = from_files("tokenizer", place, lambda: AutoTokenizer.from_pretrained(place, trust_remote_code=False))
     end_of_turn_token(tokenizer, asking.template_arguments)
     check_template(tokenizer, asking.conversations[0], asking.template_arguments)
     stop_texts.check(tokenizer, asking.stop, render(tokenizer, asking.conversations[0], asking.template_arguments))

@@ -48,6 +48,7 @@ def _engine(request: dict) -> Any:
     return vllm.LLM(
         model=request["model"],
         dtype="auto",
+        trust_remote_code=False,
         generation_config="vllm",  # none of the checkpoint's own sampling defaults
         max_model_len=request["max_model_len"],
         # Token ids in, token ids out: the template is applied on our side. Only stop texts are searched in text.

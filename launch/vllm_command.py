@@ -84,6 +84,8 @@ NOT_SERVED = {
     "enable_eplb": _MOVED,
     "eplb_config": _MOVED,
     "middleware": "the kit adds its own",
+    "trust_remote_code": "code that a checkpoint brings would run; convert it to a model that transformers has",
+    **{f"{kind}_parser_plugin": "its file would run in the server" for kind in ("tool", "reasoning")},
     "logprobs_mode": "the trainer needs processed_logprobs",
     "logits_processors": "they would change the policy that is sampled",
     "generation_config": "a model's own sampling defaults would change the policy that is sampled",

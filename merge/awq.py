@@ -25,7 +25,7 @@ def main(request: dict) -> None:
     if not torch.accelerator.is_available():
         # llm-compressor 0.14.0.1 pins memory for copies to an accelerator even if there is none, which raises.
         IntermediatesCache.pin_memory = lambda *_, **__: None
-    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.bfloat16, trust_remote_code=False)
     scheme = preset_name_to_scheme("W4A16", ["Linear"])
     scheme.weights.group_size = request["group"]
     sequences = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in request["sequences"]]

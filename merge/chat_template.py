@@ -94,7 +94,7 @@ def check_defaults(source: Path, directory: Path, arguments: dict[str, Any]) -> 
     """Raise `CheckFailed` unless `directory` renders without arguments exactly what `source` renders with them."""
     from transformers import AutoTokenizer
 
-    before, after = (AutoTokenizer.from_pretrained(place) for place in (source, directory))
+    before, after = (AutoTokenizer.from_pretrained(place, trust_remote_code=False) for place in (source, directory))
     for conversation in PROBES:
         try:
             wanted = render(before, conversation, arguments)

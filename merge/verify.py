@@ -74,7 +74,9 @@ def read_tokenizer(directory: Path) -> Any:
     """The tokenizer of a checkpoint; `BadInput` if it has none."""
     from transformers import AutoTokenizer
 
-    return from_files("tokenizer", directory, lambda: AutoTokenizer.from_pretrained(directory))
+    return from_files(
+        "tokenizer", directory, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    )
 
 
 def scoring_dtype(device: torch.device | str) -> torch.dtype:
@@ -103,7 +105,7 @@ def load_for_scoring(
         raise BadInput(f"no checkpoint at {directory}: it has no config.json.")
     device = torch.device(device) if device is not None else default_device()
     dtype = dtype or scoring_dtype(device)
-    config = language_config(AutoConfig.from_pretrained(directory))
+    config = language_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
     method = quantization_of(config).get("quant_method")
     options: dict[str, Any] = {"attn_implementation": attention_of(config)}
     if method == "compressed-tensors":
@@ -115,7 +117,9 @@ def load_for_scoring(
         # intended.
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
         place = {"": device}
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map=place, **names, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, device_map=place, **names, **options, trust_remote_code=False
+        )
     if method == "compressed-tensors":
         if wrapper_of(config):
             _reload_renamed(model, directory, dtype)

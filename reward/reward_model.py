@@ -122,12 +122,12 @@ def load(path: str, dtype: str, device: str) -> Loaded:
 
     place = own_device() if device == "auto" else device
     model, info = AutoModelForSequenceClassification.from_pretrained(
-        path, dtype=dtype, local_files_only=True, output_loading_info=True
+        path, dtype=dtype, local_files_only=True, output_loading_info=True, trust_remote_code=False
     )
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its files lack {', '.join(missing[:3])}")
     model = model.to(place).eval().requires_grad_(False)
-    return Loaded(model, AutoTokenizer.from_pretrained(path, local_files_only=True), place)
+    return Loaded(model, AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False), place)
 
 
 def check_options(path: str, batch_size: int, max_length: int | None, device: str, **_: Any) -> None:
@@ -148,8 +148,12 @@ def check_run(
     from transformers import AutoConfig, AutoTokenizer
 
     where = f"{KEY}.path {path}"
-    facts = from_files("model config", where, lambda: AutoConfig.from_pretrained(path, local_files_only=True))
-    tokenizer = from_files("tokenizer", where, lambda: AutoTokenizer.from_pretrained(path, local_files_only=True))
+    facts = from_files(
+        "model config", where, lambda: AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    )
+    tokenizer = from_files(
+        "tokenizer", where, lambda: AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    )
     names = getattr(facts, "architectures", None) or []
     if not any(name.endswith("ForSequenceClassification") for name in names):
         raise BadInput(

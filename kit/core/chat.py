@@ -243,7 +243,9 @@ def model_stop_tokens(
     from transformers import AutoConfig, GenerationConfig
 
     def of_config() -> Any:
-        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(model, revision=revision))
+        return GenerationConfig.from_model_config(
+            AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
+        )
 
     if Path(model).is_dir() and not (Path(model) / "generation_config.json").is_file():
         return stop_tokens(of_config(), tokenizer, arguments)

@@ -49,6 +49,11 @@ def from_files(what: str, source: object, read: Callable[[], Read]) -> Read:
     except Exception as error:
         if full_disk(error):
             raise
+        if "trust_remote_code" in str(error):
+            raise BadInput(
+                f"{source} has a {what} with code of its own (auto_map), which is not run. Use a model that "
+                "transformers has, or convert it."
+            ) from None
         reason = (str(error).strip().splitlines() or [""])[0]
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise BadInput(f"no {what} at {source}: {kind}{reason:.300}") from None

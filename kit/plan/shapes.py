@@ -226,7 +226,9 @@ def _completed(facts: Facts, file: Path) -> Facts:
         return facts
     from transformers import AutoConfig
 
-    return from_files("model config", file, lambda: AutoConfig.from_pretrained(file.parent).to_dict())
+    return from_files(
+        "model config", file, lambda: AutoConfig.from_pretrained(file.parent, trust_remote_code=False).to_dict()
+    )
 
 
 def shape_from_facts(facts: Facts, source: str) -> Shape:

@@ -180,7 +180,9 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
     source = config.model.source
 
     def read() -> "PreTrainedTokenizerBase":
-        found = AutoTokenizer.from_pretrained(source, revision=config.model.revision, padding_side="left")
+        found = AutoTokenizer.from_pretrained(
+            source, revision=config.model.revision, padding_side="left", trust_remote_code=False
+        )
         found("2 + 40?")  # some wrong values are read only here
         return found
 

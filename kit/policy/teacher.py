@@ -92,7 +92,9 @@ def _check_model(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
     try:
         theirs = unquantized_config(name, revision)
         check_complete(name, theirs)
-        other = from_files("tokenizer", name, lambda: AutoTokenizer.from_pretrained(name, revision=revision))
+        other = from_files(
+            "tokenizer", name, lambda: AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        )
     except BadInput as error:
         raise BadInput(f"distill.teacher: {error}") from None
     if tokenizer_hash(other) != tokenizer_hash(tokenizer):

@@ -128,7 +128,9 @@ def _whole_model(path: str | Path, config: Any, **options: Any) -> torch.nn.Modu
     clear_dropout_rates(config)
     options["attn_implementation"] = attention_of(config, options.get("attn_implementation", AUTO))
     with loading(config) as names, plain_linears(config), loaded_weights_kept():
-        model, found = AutoModelForCausalLM.from_pretrained(str(path), output_loading_info=True, **names, **options)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            str(path), output_loading_info=True, **names, **options, trust_remote_code=False
+        )
     turn_off_dropout(model)
     refuse_made_up(path, found["missing_keys"], sum(1 for _ in model.parameters()))
     return model

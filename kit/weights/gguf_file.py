@@ -111,7 +111,7 @@ def read_model(path: Path, tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedM
 
     try:
         loaded, found = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
+            path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
     except (*DAMAGED, RuntimeError) as error:
         raise BadInput(f"transformers cannot read {path.name}: {error}") from None

@@ -26,7 +26,9 @@ def read_config(path: str | Path, revision: str | None = None) -> Any:
     """Read the transformers config of a checkpoint, local or on the hub; `BadInput` if there is none."""
     from transformers import AutoConfig
 
-    return from_files("model config", path, lambda: AutoConfig.from_pretrained(str(path), revision=revision))
+    return from_files(
+        "model config", path, lambda: AutoConfig.from_pretrained(str(path), revision=revision, trust_remote_code=False)
+    )
 
 
 def unquantized_config(path: str | Path, revision: str | None = None) -> Any:

@@ -148,7 +148,9 @@ def bitsandbytes_round_trip() -> dict:
                          f"{NF4_ERROR[1]:.1%}")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         model = load_nf4(write_small_model(Path(folder)), dtype=_half(), device=device)
-        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, _half())).to(device)
+        plain = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, _half()), trust_remote_code=False
+        ).to(device)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
     with torch.no_grad():
         for name, layer in layers.items():
@@ -243,7 +245,7 @@ def _log_probs(folder: str, ids: list[int]) -> "torch.Tensor":
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, :-1]  # (T - 1, V)
     return torch.log_softmax(logits, -1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
