@@ -6,6 +6,7 @@
 # make test-rest    the rest alone
 # make install      only the environment, in .venv (the others call it)
 # make lint         ruff and mypy
+# make audit        bandit with the accepted findings, and known vulnerabilities of the pinned packages
 # make format       ruff's format and fixes
 # make llmcompressor, lm_eval, verl, modelopt, openenv, verifiers, trackers, llamacpp
 #                   environments of their own, for what does not fit into .venv; without one its tests are skipped
@@ -16,7 +17,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: quickstart real test test-rest test-all install lint format clean
+.PHONY: quickstart real test test-rest test-all install lint audit format clean
 .PHONY: llmcompressor lm_eval verl modelopt openenv verifiers trackers llamacpp help
 
 PYTHON ?= python3
@@ -66,6 +67,9 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+audit: .venv-audit/.installed
+	.venv-audit/bin/python -m tests.audit
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -122,6 +126,6 @@ llmcompressor lm_eval verl modelopt openenv verifiers trackers llamacpp: %: .ven
 # Removes the environments and caches; runs/ and models/ are yours and stay.
 clean:
 	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .venv-verl .venv-modelopt .venv-openenv .venv-verifiers .venv-trackers \
-	  .venv-llamacpp
+	  .venv-llamacpp .venv-audit
 	rm -rf .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

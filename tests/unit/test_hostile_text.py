@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from markdown_it import MarkdownIt
 from rich.console import Console
+from rich.markdown import Markdown
 
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, run_command
@@ -190,7 +190,7 @@ def test_a_model_card_shows_hostile_names_as_text(run):
     text = card_of(manifest, run, reward={"functions": [EVERYTHING]}, data=data)
     _, front, body = text.split("---\n", 2)
     assert yaml.safe_load(front).keys() == {"library_name", "pipeline_tag", "tags"}
-    tokens = [one for token in MarkdownIt().enable("table").parse(body) for one in (token, *(token.children or ()))]
+    tokens = [one for token in Markdown(body).parsed for one in (token, *(token.children or ()))]
     assert not {token.type for token in tokens} & {"html_inline", "html_block", "link_open", "image"}
     headings = [after.content for token, after in itertools.pairwise(tokens) if token.type == "heading_open"]
     assert not [heading for heading in headings[1:] if "heading" in heading] and headings[1] == "How to run it"
