@@ -39,10 +39,9 @@ def test_a_killed_trainer_goes_on_by_itself_and_its_run_is_the_calm_one_bit_for_
         assert {key: row[key] for key in COMPARED} == {key: other[key] for key in COMPARED}
     mine, theirs = (load_file(at.newest_adapter() / "adapter_model.safetensors") for at in (run, tiny_run))
     assert mine.keys() == theirs.keys() and all(tensor.equal(theirs[name]) for name, tensor in mine.items())
-    first, second = read_restarts(run)
-    assert (first.what, second.what) == ("trainer", "trainer") and "SIGKILL" in first.why
-    assert first.step == 0 and second.step == 3 and 0 < second.seconds < 600
-    assert "restart 2 of 2: trainer was killed by SIGKILL" in said
+    (restart,) = read_restarts(run)
+    assert restart.what == "trainer" and "SIGKILL" in restart.why and restart.step == 3 and restart.seconds > 0
+    assert "restart 1 of 2: trainer was killed by SIGKILL" in said
 
 
 def generating(run: RunDir, version: int) -> bool:
