@@ -46,7 +46,7 @@ from launch.replicas import Replicas, Running, Stopped, read_end
 from launch.server import check_answer
 from launch.server_key import own_key
 from launch.starting.jobs import Job, JobFailed, kill_trees, leash
-from launch.starting.restarts import LONGEST_DELAY_S, KeptReplicas, Restarts, may_resume, trainer_why
+from launch.starting.restarts import LONGEST_DELAY_S, KeptReplicas, Restarts, may_resume, why_it_ended
 from launch.starting.stall import StallWatch, StoodStill
 from launch.starting.trainer_command import (
     Command,
@@ -214,6 +214,8 @@ def describe(start: Start) -> str:
     if shared := start.shared_gpus:
         asleep = "sleep while the trainer updates" if config.server.sleep else "stay in memory"
         lines.append(f"         shares GPU {', '.join(shared)} with the replicas, which {asleep}")
+    if start.restarts:
+        lines.append(f"restarts at most {start.restarts}")
     if start.is_elsewhere:
         lines.append("unchecked there is no GPU here: memory, ports, vLLM, and what train.gpus and server.gpus name")
     return "\n".join(lines)
@@ -358,6 +360,7 @@ class Up:
                 # Before checking the trainer: it waits for the servers and fails when they do.
                 self.wait_for_servers(manifest)
                 if (code := self.wait(trainer)) == DONE:
+                    self.note_progress(is_done=True)
                     return True
                 raise self.cause(trainer.failure(code))
         except ServerFailed:
@@ -365,13 +368,13 @@ class Up:
         except StoodStill as failed:
             if not start.restarts:
                 raise
-            self.resumed = self.restarts.begin("trainer", str(failed))
+            self.resumed = self.restarts.begin("trainer", why_it_ended(failed), str(failed))
         except JobFailed as failed:
             if not start.restarts or not may_resume(failed, start.run):
                 raise
-            self.resumed = self.restarts.begin("trainer", trainer_why(failed), str(failed))
+            self.resumed = self.restarts.begin("trainer", why_it_ended(failed), str(failed))
         starts_at = time.monotonic() + self.restarts.delay_s
-        while time.monotonic() < starts_at or (start.is_one_unit and self.kept and self.kept.failed):
+        while time.monotonic() < starts_at or self.must_end_trainer:
             self.look_at_servers()
             time.sleep(POLL_S)
         return False
@@ -445,6 +448,8 @@ class Up:
                 if job.name == "trainer":
                     record_standstill(self.start.run, str(failed))
                 raise StoodStill(f"{failed} Its log is {job.log}. {what_is_left(self.start)}") from None
+            if self.must_end_trainer:
+                raise ServerFailed
             self.note_progress()
             time.sleep(POLL_S)
         self.view.update(at_once=True)
@@ -452,13 +457,16 @@ class Up:
             self.signals.check()
         return code
 
-    def note_progress(self) -> None:
-        """End the wait for a replica that shares memory with the trainer; record a resumed trainer's first step."""
-        if self.kept and self.kept.failed and self.start.is_one_unit:
-            raise ServerFailed
-        if self.resumed and self.restarts.has_step_since(self.resumed):
+    def note_progress(self, is_done: bool = False) -> None:
+        """Record that a resumed trainer made a step, or is done."""
+        if self.resumed and (is_done or self.restarts.has_step_since(self.resumed)):
             self.restarts.is_back(self.resumed)
             self.resumed = None
+
+    @property
+    def must_end_trainer(self) -> bool:
+        """Whether a replica failed that can only be started without a trainer beside it."""
+        return bool(self.start.is_one_unit and self.kept and self.kept.failed)
 
     def look(self) -> None:
         self.signals.check()
@@ -470,7 +478,7 @@ class Up:
         while self.servers.running and time.monotonic() < deadline:
             try:
                 self.look_at_servers()
-                if self.kept and self.kept.failed and self.start.is_one_unit:
+                if self.must_end_trainer:
                     return ServerFailed()
             except CheckFailed as first:
                 return CheckFailed(f"{first}\nThe trainer followed: {str(failed).partition(' Its log is')[0]}")

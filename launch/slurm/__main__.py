@@ -30,6 +30,9 @@ def main() -> int:
     parser.add_argument("--partition", help="Slurm partition; default the cluster's")
     parser.add_argument("--account", help="Slurm account; default the user's")
     parser.add_argument("--time", default="24:00:00", help="time limit as Slurm writes it: 24:00:00, 2-12, 90")
+    parser.add_argument(
+        "--restarts", type=int, default=0, metavar="N", help="one node: launch.up --restarts N (launch/README.md)"
+    )
     parser.add_argument("--out", type=Path, help="file to write; default standard output")
     flags, overrides = parser.parse_known_args()
     config = load_config(flags.config, overrides, tuple(vars(flags)))
@@ -43,6 +46,7 @@ def main() -> int:
         partition=flags.partition,
         account=flags.account,
         time=flags.time,
+        restarts=flags.restarts,
     )
     text = write_script(job, config)
     print(describe(job, config), file=sys.stderr)

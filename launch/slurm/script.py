@@ -16,6 +16,7 @@ from kit.core.limits import MOST_GPUS, MOST_NODES
 from kit.core.one_line import in_comment
 from kit.core.run_directory import base_directory
 from kit.plan.placement import place
+from launch.starting.restarts import MOST_RESTARTS
 from launch.vllm_command import Installed, plans
 
 # Slurm's formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
@@ -38,6 +39,7 @@ class Job:
     partition: str | None = None
     account: str | None = None
     time: str = "24:00:00"
+    restarts: int = 0  # of launch.up
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,13 @@ def write_script(job: Job, config: Config) -> str:
         "open-mode": "append",
     }
     asked = ["--config", job.config_path, "--nodes", str(job.nodes), "--gpus_per_node", str(job.gpus), *job.overrides]
+    asked += ["--restarts", str(job.restarts)] if job.restarts else []
     values = {
         "options": options,
         "written_by": in_comment(shlex.join(asked)),
         "nodes": job.nodes,
         "gpus": job.gpus,
+        "restarts": job.restarts,
         "run": config.run.directory,
         "words": shlex.join(["--config", job.config_path, *job.overrides]),
         "manifest": base_directory(config) / "manifest.json",
@@ -106,6 +110,7 @@ def _check_job(job: Job, config: Config) -> None:
         ("--nodes", job.nodes, 1, MOST_NODES),
         ("--gpus_per_node", job.gpus, 0, MOST_GPUS),
         ("--cpus_per_gpu", job.cpus_per_gpu, 1, MOST_CPUS),
+        ("--restarts", job.restarts, 0, MOST_RESTARTS),
     ):
         if not least <= value <= most:
             found.append(f"{flag} ({value}) must be at least {least} and at most {most}.")
@@ -114,6 +119,11 @@ def _check_job(job: Job, config: Config) -> None:
     for flag, name in (("--partition", job.partition), ("--account", job.account)):
         if name is not None and not NAME.fullmatch(name):
             found.append(f"{flag} {name!r} is not a name.")
+    if job.nodes > 1 and job.restarts:
+        found.append(
+            f"--restarts {job.restarts} is for launch.up, which starts the processes of one node. Use --nodes 1; with "
+            "more, Slurm queues the job again before its time limit, and submitted again it continues."
+        )
     if job.nodes > 1 and config.rollout.backend != "server":
         found.append(
             f"--nodes {job.nodes} puts the rollout servers on a node of their own, and rollout.backend is "

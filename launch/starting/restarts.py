@@ -123,12 +123,12 @@ class KeptReplicas:
                 down.deadline = time.monotonic() + self.wait_s
 
     def _notice(self, one: Running) -> None:
-        url = one.plan.url
-        request = take_request(self.restarts.run, url)
         if (code := one.process.poll()) is not None:
             self._begin(one, how_it_ended(code))
-        elif request is not None and url not in self.failed and request.pid in _pids(one):
-            self._begin(one, f"is not usable: {request.reason}")
+        elif one.plan.url not in self.failed:  # the trainer may have asked before it was seen to be back
+            request = take_request(self.restarts.run, one.plan.url)
+            if request is not None and request.pid in _pids(one):
+                self._begin(one, f"is not usable: {request.reason}")
 
     def _begin(self, one: Running, why: str) -> None:
         details = str(self.servers.death(one) or f"Its log is {one.plan.log}.")
@@ -177,6 +177,6 @@ def may_resume(failed: JobFailed, run: RunDir) -> bool:
     return failed.code == 1 and end is not None and end.how == FAILED and end.is_machine
 
 
-def trainer_why(failed: JobFailed) -> str:
-    """The first line of a trainer's failure, without its name."""
-    return str(failed).removeprefix(f"{failed.name} ").partition(". ")[0].splitlines()[0]
+def why_it_ended(failed: CheckFailed | JobFailed) -> str:
+    """The first sentence of a trainer's failure, without its name."""
+    return " ".join(str(failed).removeprefix("trainer").lstrip(": ").partition(". ")[0].split())

@@ -20,8 +20,10 @@ from kit.rollout.dispatch import Dispatcher, GenerationFailed
 from kit.rollout.noise import noise_of
 from kit.rollout.protocol import encode_floats, encode_ids
 from kit.rollout.replica import Replica, ReplicaError
+from kit.rollout.restart_requests import WAIT_S
 from tests import processes
 from tests.unit.fake_replica import FakeReplica, samples
+from tests.unit.test_sync import Adapter
 
 CONFIG = Path(__file__).parents[2] / "recipes" / "configs" / "grpo-tiny-nf4-cpu.yaml"
 LINEARS = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"]
@@ -486,6 +488,26 @@ def test_replicas_sleep_after_the_step_and_are_left_awake(rollout, monkeypatch):
     assert phases == ["sync", "sleep", "wake", "sync", "sleep"]
     found.close()
     assert not any(fake.asleep for fake in found.fakes)
+
+
+def test_a_trainer_with_an_allowance_waits_for_a_replica_that_is_lost_while_it_sleeps(rollout, monkeypatch):
+    """It is awake when it is back, serves the version of the others, and the step goes on."""
+    monkeypatch.setenv(WAIT_S, "60")
+    monkeypatch.setattr("kit.rollout.recovery.POLL_S", 0.05)
+    found = served(rollout(2, {"sleep_enabled": True}, "--server.sleep=true", "--rollout.canary_prompts=0"))
+    policy = view(version=2, adapter=Adapter)
+    step = lambda: found._step(policy, lambda: generate(found), found._new_report())  # noqa: E731
+    first = step()
+    assert all(fake.asleep for fake in found.fakes)
+    found.fakes[0].die()
+    threading.Timer(0.5, found.fakes[0].come_back).start()
+    assert step() == first
+    assert [fake.served for fake in found.fakes] == [(found.sync.session, 2)] * 2
+    assert found.fakes[0].pid == 2 and all(fake.asleep for fake in found.fakes)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    allowed = found.longest_s
+    monkeypatch.delenv(WAIT_S)
+    assert allowed == found.longest_s + 60, "the other processes wait as long"
 
 
 def test_replicas_that_were_left_asleep_are_woken_before_the_first_sync(rollout, monkeypatch):

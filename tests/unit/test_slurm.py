@@ -125,6 +125,19 @@ def test_the_summary_tells_a_step_that_the_number_of_gpus_makes(path, overrides,
     assert describe(Job(path, **job), load_config(ROOT / path, overrides)) == said
 
 
+def test_restarts_go_to_launch_up_and_are_for_one_node():
+    text = script(TWO, gpus=2, restarts=5)
+    assert 'start run python -m launch.up "${words[@]}" --restarts 5 "${resume[@]}"' in text
+    assert (
+        "--restarts 5" in text.splitlines()[next(n for n, line in enumerate(text.splitlines()) if "Written" in line)]
+    )
+    assert "--restarts" not in script(TWO, gpus=2)
+    with pytest.raises(BadInput, match=r"--restarts 5 is for launch\.up, which starts the processes of one node"):
+        script(EIGHT, nodes=2, restarts=5)
+    with pytest.raises(BadInput, match=r"--restarts \(-1\) must be at least 0"):
+        script(TWO, gpus=2, restarts=-1)
+
+
 def test_the_words_of_the_run_are_quoted_for_bash():
     text = script(EIGHT, "--train.max_steps=7", "--data.prompt_suffix", "it's")
     assert """ --train.max_steps=7 --data.prompt_suffix 'it'"'"'s')""" in text

@@ -5,10 +5,13 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -17,9 +20,11 @@ from kit.core.errors import CheckFailed, MachineFailed, is_machine_fault
 from kit.core.metrics_log import MetricsLog, progress
 from kit.core.run_directory import RunDir
 from kit.core.run_state import DONE, FAILED, INTERRUPTED, Restarted, _record_end, read_restarts, write_restarts
+from kit.rollout.restart_requests import Request, ask_for_restart
 from launch import up
-from launch.starting import jobs, restarts
-from launch.starting.restarts import Restarts, may_resume
+from launch.replicas import Replicas
+from launch.starting import jobs, restarts, stall
+from launch.starting.restarts import KeptReplicas, Restarts, may_resume
 from launch.watching.page import header
 from tests.unit.test_server_wait import free_port
 from tests.unit.test_up_processes import SERVES, left, port, stand_ins, until
@@ -148,6 +153,32 @@ def test_a_trainer_that_is_killed_continues_what_it_did(stand_ins, tmp_path, mad
     (one,) = read_restarts(RunDir(tmp_path))
     assert one.what == "trainer" and "SIGKILL" in one.why and one.step == 1 and one.seconds > 0
     assert "trainer: back after" in capsys.readouterr().out
+
+
+def test_a_trainer_that_stands_still_is_started_again(stand_ins, tmp_path, monkeypatch, left):
+    monkeypatch.setattr(stall, "LOOK_S", 0.1)
+    monkeypatch.setattr(stall, "GRACE_S", 0.0)
+    monkeypatch.setattr(up, "StallWatch", lambda run, seconds: stall.StallWatch(run, 2.0))
+    trainer = counted(tmp_path, "trainers") + "if n == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+    assert stand_ins(restarts=1, trainer=trainer) == 0 and left() == []
+    (one,) = read_restarts(RunDir(tmp_path))
+    assert one.what == "trainer" and one.why.startswith("no progress for ") and "is stopped (SIGSTOP" in one.why
+
+
+def test_a_request_that_comes_before_the_server_is_seen_to_be_back_is_kept(tmp_path):
+    """The trainer may see it first, and find its canary off."""
+    servers, run = Replicas([]), RunDir(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as process:
+        one = SimpleNamespace(plan=SimpleNamespace(url="http://127.0.0.1:1", log=tmp_path / "log"), process=process)
+        servers.running = [one]
+        kept = KeptReplicas(servers, Restarts(run, 2, lambda text: None), 600, lambda *_: None)
+        kept.failed[one.plan.url] = restarts._Down(None, 0.0, deadline=1e12, asked=1e12)  # it loads
+        ask_for_restart(run, one.plan.url, Request(process.pid, "its canary is off"))
+        kept.look()
+        assert process.poll() is None
+        del kept.failed[one.plan.url]
+        kept.look()
+        assert kept.failed[one.plan.url].restart.why == "is not usable: its canary is off"
 
 
 def test_trainer_and_server_that_share_memory_are_started_again_together(stand_ins, tmp_path):
