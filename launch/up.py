@@ -36,6 +36,7 @@ from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput, CheckFailed, command_parser, run_command
 from kit.core.health import alerts
 from kit.core.metrics_log import MetricsLog, mean, series
+from kit.core.one_line import printable
 from kit.core.run_directory import RunDir, base_directory
 from kit.core.run_state import Restarted, continuing_flags, read_restarts, record_standstill
 from kit.plan.layout import fits
@@ -320,7 +321,7 @@ class Up:
             return 128 + number
         finally:
             for line in self.restarts.summary():
-                print(line, flush=True)
+                print(printable(line), flush=True)
         if not self.checks_only:
             print(summary(start), flush=True)
         return DONE

@@ -56,7 +56,7 @@ def summary(run: RunDir, log: MetricsLog) -> dict:
         **progress(log),
         "steps_logged": len(log.rows),
         "resumed_at": log.resumed_at,
-        "restarts": [dataclasses.asdict(one) for one in read_restarts(run)],
+        "restarts": [_finite(dataclasses.asdict(one)) for one in read_restarts(run)],
         "bad_lines": log.bad_lines,
         "last": last,
         "recent": {key: mean(series(log.rows[-RECENT:], key)) for key in curves_of(last or {}).values()},

@@ -190,8 +190,11 @@ def read_restarts(run: RunDir) -> list[Restarted]:
     found = []
     with contextlib.suppress(OSError, UnicodeDecodeError):
         for line in run.restarts_file.read_text().splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                found.append(Restarted(**json.loads(line)))
+            with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                row = json.loads(line)
+                numbers = int(row["step"]), float(row["time"]), int(row["pid"])
+                seconds = None if row["seconds"] is None else float(row["seconds"])
+                found.append(Restarted(str(row["what"]), str(row["why"]), *numbers, seconds))
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from kit.core.errors import CheckFailed
+from kit.core.one_line import printable
 from kit.core.progress import beat
 from kit.core.run_directory import RunDir
 from kit.rollout.protocol import Info
@@ -88,7 +89,7 @@ class Recovery:
     def _bring_back(self, replica: Replica, error: ReplicaError, is_final: bool) -> None:
         url, ends = replica.url, time.monotonic() + self.wait_s
         began = time.monotonic()
-        print(f"{error}", flush=True)
+        print(printable(error), flush=True)
         while True:
             known = self.pids.get(url)
             info = None if is_final else self._answer(replica, time.monotonic() + PATIENCE_S)
@@ -111,7 +112,7 @@ class Recovery:
             except ReplicaError as failed:
                 if failed.is_refusal:
                     raise CheckFailed(f"{failed} {CONTINUE}") from None
-                print(f"{failed}", flush=True)
+                print(printable(failed), flush=True)
                 error, is_final = failed, True
             else:
                 print(f"{url}: serves again after {time.monotonic() - began:.0f} s", flush=True)

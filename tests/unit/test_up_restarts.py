@@ -278,8 +278,9 @@ def test_restarts_of_an_earlier_start_stay_in_the_runs_file(tmp_path):
     run = RunDir(tmp_path)
     before = Restarted("trainer", "was killed", 3, 1.0, 7, 2.0)
     write_restarts(run, [before])
-    with open(run.restarts_file, "a") as file:
-        file.write('{"what": "cut of')
+    facts = '{"what": "x", "why": "x", "step": %s, "time": 1, "pid": 1, "seconds": %s}\n'
+    with open(run.restarts_file, "a") as file:  # of a run from elsewhere
+        file.write(facts % ("Infinity", "null") + facts % ("1", "[]") + "[" * 100_000 + '\nnull\n{"what": "cut of')
     assert read_restarts(run) == [before]
     Restarts(run, 1, lambda text: None, read_restarts(run)).begin("trainer", "was killed")
     assert [one.seconds for one in read_restarts(run)] == [2.0, None]
