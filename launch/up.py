@@ -47,7 +47,7 @@ from launch.replicas import Replicas, Running, Stopped, read_end
 from launch.server import check_answer
 from launch.server_key import own_key
 from launch.starting.jobs import Job, JobFailed, kill_trees, leash
-from launch.starting.restarts import LONGEST_DELAY_S, KeptReplicas, Restarts, may_resume, why_it_ended
+from launch.starting.restarts import LONGEST_DELAY_S, MOST_RESTARTS, KeptReplicas, Restarts, may_resume, why_it_ended
 from launch.starting.stall import StallWatch, StoodStill
 from launch.starting.trainer_command import (
     Command,
@@ -149,8 +149,8 @@ def prepare(
 ) -> Start:
     """Run every fast check; raises `BadInput` for a run that cannot work. A dry run on a machine without a GPU places
     the run on the GPUs that its configuration names."""
-    if restarts < 0:
-        raise BadInput(f"--restarts is {restarts}. Write how often failed processes may be started again, from 0.")
+    if not 0 <= restarts <= MOST_RESTARTS:
+        raise BadInput(f"--restarts ({restarts}) must be at least 0 and at most {MOST_RESTARTS:,}.")
     config = load_config(config_path, overrides)
     is_served = config.rollout.backend == "server"
     asked = read_launcher(launcher_path) if launcher_path else None

@@ -23,6 +23,7 @@ from launch.replicas import POLL_S, Replicas, Running, ask_info, how_it_ended
 from launch.starting.jobs import JobFailed
 from launch.vllm_command import Plan
 
+MOST_RESTARTS = 10_000
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 ANSWER_S = 1.0  # for one answer of a replica that loads, between looks at everything else
 DELIBERATE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # somebody ended the trainer
@@ -58,7 +59,7 @@ class Restarts:
     def delay_s(self) -> float:
         """Seconds before the newest restart starts: doubled by each restart since the last step."""
         alike = sum(one.step == self.made[-1].step for one in self.made)
-        return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (alike - 1))
+        return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(alike - 1, 30))
 
     def begin(self, what: str, why: str, details: str = "") -> Restarted:
         """Count and record a restart of `what`; `CheckFailed` with the first and the last cause once all are used up.

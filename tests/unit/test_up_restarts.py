@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from kit.core.errors import CheckFailed, MachineFailed, is_machine_fault
+from kit.core.errors import BadInput, CheckFailed, MachineFailed, is_machine_fault
 from kit.core.metrics_log import MetricsLog, progress
 from kit.core.run_directory import RunDir
 from kit.core.run_state import DONE, FAILED, INTERRUPTED, Restarted, _record_end, read_restarts, write_restarts
@@ -27,7 +27,7 @@ from launch.starting import jobs, restarts, stall
 from launch.starting.restarts import KeptReplicas, Restarts, may_resume
 from launch.watching.page import header
 from tests.unit.test_server_wait import free_port
-from tests.unit.test_up_processes import SERVES, left, port, stand_ins, until
+from tests.unit.test_up_processes import SERVES, TINY, left, port, stand_ins, until
 
 __all__ = ["free_port", "left", "port", "stand_ins"]  # fixtures
 
@@ -272,6 +272,12 @@ def test_the_delay_doubles_until_a_step_is_made_and_has_a_limit(tmp_path, monkey
     assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 1, 2, 4, 8]
     with pytest.raises(CheckFailed, match="--restarts 12 are used up"):
         made.begin("trainer", "was killed")
+
+
+@pytest.mark.parametrize("number", [-1, 10_001, 10**30])
+def test_a_number_of_restarts_that_makes_no_sense_is_refused(number):
+    with pytest.raises(BadInput, match=r"--restarts \(-?\d+\) must be at least 0 and at most 10,000"):
+        up.prepare(TINY, [], None, False, restarts=number)
 
 
 def test_restarts_of_an_earlier_start_stay_in_the_runs_file(tmp_path):

@@ -14,7 +14,7 @@ from kit.core.run_directory import RunDir, checkpoint_step, manifest_as_written,
 from kit.core.run_state import END, LOCK, REPLACED, describe_overwrite, last_end, trainer_pid
 
 # Names that files in `logs` start with: logs of servers and of launch.up's commands, progress of trainers.
-LOGS = ("server", "check", "base", "trainer", "progress", "stacks")
+LOGS = ("server", "check", "base", "trainer", "progress", "stacks", "failed")
 # A resumed run may change these and no others: they decide how the run executes, not what is learned.
 FREE_ON_RESUME = (
     *("run.output_dir", "train.max_steps", "train.save_steps", "train.keep_checkpoints", "watch", "launch", "eval"),
