@@ -87,7 +87,9 @@ def read_json(path: Path) -> Any:
         return without_checksum(json.loads(Path(path).read_text()), path)
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer of thousands of digits
         raise BadInput(f"{path} is not JSON: {error}") from None
 
 

@@ -56,8 +56,11 @@ def open_file(path: str | Path, what: str = "file") -> BinaryIO:
 
 def read_text(path: str | Path, most: int, what: str = "file") -> str:
     """The UTF-8 text of a file of at most `most` bytes, without a byte order mark; `BadInput` otherwise."""
-    with open_file(path, what) as file:
-        content = file.read(most + 1)
+    try:
+        with open_file(path, what) as file:
+            content = file.read(most + 1)
+    except OSError as error:  # such as /proc/self/mem, which counts as a regular file
+        raise BadInput(f"{path} cannot be read as a {what}: {error.strerror}.") from None
     if len(content) > most:
         raise BadInput(f"{path} is larger than {most:,} bytes, the most that is read.")
     try:
