@@ -171,7 +171,7 @@ def test_only_the_routes_of_a_rollout_server_are_there(started):
 def test_what_is_too_large_or_elsewhere_is_refused_and_nothing_falls(started):
     where = {"way": started.way, "run": "r", "session": "s9", "version": 1}
     where["base_hash"] = started.client.info()["base_hash"]
-    for path in ("/etc", "/proc/self/cwd", f"{started.run}/../base", str(started.base)):
+    for path in ("/etc", "/proc/self/cwd", f"{started.run}/../base", str(ROOT)):
         with pytest.raises(ReplicaError, match="is not below a directory that this server reads adapters from"):
             started.client._ask("stage", body={"path": path}, params=where)
     place = urlsplit(started.url)
