@@ -216,8 +216,11 @@ def test_neither_another_clock_nor_a_late_look_is_a_stall(trainer, tmp_path, mon
     while time.monotonic() < ends:
         outside.check("trainer", process.pid)
         time.sleep(0.1)
-    outside._looked -= 3600
-    outside.check("trainer", process.pid)
+    process.send_signal(signal.SIGSTOP)  # its line stays the same from here on
+    for late_s in (0, 3600):
+        time.sleep(0.2)
+        outside._looked -= late_s
+        outside.check("trainer", process.pid)
 
 
 def test_a_job_that_uses_no_processor_time_is_found_and_one_that_does_is_not(tmp_path, monkeypatch):
