@@ -94,7 +94,7 @@ def test_sigterm_alone_ends_all_and_nothing_is_a_cause(rank, tmp_path):
 def test_a_collective_that_does_not_notice_a_kill_holds_the_others_for_a_while_only(rank):
     killed, other = rank(1, FOREVER), rank(0, FOREVER, left_s=1.0)
     kill(killed)
-    _, err = other.communicate()
+    _, err = processes.finish(other, still_s=20)
     assert other.returncode == 1 and f"error: process {killed.pid}, rank 1, is gone" in err
 
 
@@ -131,7 +131,7 @@ def test_what_an_earlier_run_left_is_no_cause(rank, tmp_path):
 
 
 def test_a_forked_child_s_sigterm_is_its_own(rank):
-    forks = "pid = os.fork() or (time.sleep(100), os._exit(0)); os.kill(pid, signal.SIGTERM); "
+    forks = "pid = os.fork() or (time.sleep(20), os._exit(0)); os.kill(pid, signal.SIGTERM); "
     forks += "print(os.WTERMSIG(os.waitpid(pid, 0)[1]), flush=True); time.sleep(1)"
     parent = rank(0, forks)
     out, err = parent.communicate()
