@@ -98,7 +98,7 @@ _LABEL = re.compile(r"^[\s#>*-]*(?:problem|question|exercise|example|task|prompt
 def _plain(question: str) -> str:
     """A question in ASCII letters and digits where it has lookalikes of them, without invisible characters, accents,
     markdown and LaTeX's layout; upper and lower case, punctuation and line ends stay."""
-    text = unicodedata.normalize("NFKD", question.translate(_LOOKALIKES)).translate(_TYPOGRAPHY)
+    text = unicodedata.normalize("NFKD", question).translate(_TYPOGRAPHY)
     kept = []
     for sign in text:
         kind = unicodedata.category(sign)
