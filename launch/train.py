@@ -57,7 +57,8 @@ def prepare(
     processes = process_count(launcher, len(placement.trainer))
     check_config(config, processes)
     trainer = trainer_command(config, config_path, overrides, launcher, placement)
-    trainer.words.insert(trainer.words.index("--config_file"), "--quiet")  # no traceback of the launcher's own
+    if "--config_file" in trainer.words:  # accelerate's, and not torchrun's for several processes on the CPU
+        trainer.words.insert(trainer.words.index("--config_file"), "--quiet")  # no traceback of the launcher's own
     trainer.words.extend(flag for flag in flags if not (is_elsewhere and flag == "--dry_run"))
     return check_elsewhere(config, trainer, processes) if is_elsewhere else trainer
 
