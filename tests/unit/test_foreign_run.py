@@ -207,6 +207,7 @@ def test_options_of_a_service_are_the_users_only_if_all_of_them_are(tmp_path):
         "a run",
     )
     options = values["environment"]["options"] | {"tool": "go"}
+    own_code.trust({"environment": {"factory": "openenv", "options": {"url": "http://mine"}}})
     with pytest.raises(OwnCodeHeldBack, match="http://theirs"):
         own_code.check_service("openenv", options, "environment.factory")
     own_code.trust({"environment": {"factory": "openenv", "options": options}})
