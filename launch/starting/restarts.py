@@ -47,13 +47,19 @@ class Restarts:
     @property
     def step(self) -> int:
         """The newest step of the run, 0 before the first."""
-        self._log.poll()
-        return self._log.rows[-1]["step"] if self._log.rows else 0
+        newest = self._newest()
+        return newest["step"] if newest else 0
 
     def has_step_since(self, restart: Restarted) -> bool:
         """Whether a step was made after this failure."""
+        newest = self._newest()
+        return newest is not None and newest.get("time", 0) > restart.time
+
+    def _newest(self) -> dict | None:
+        """The line of the newest step, the only one that is kept: a long run's lines would be most of the memory."""
         self._log.poll()
-        return any(row.get("time", 0) > restart.time for row in self._log.rows[-1:])
+        del self._log.rows[:-1]
+        return self._log.rows[-1] if self._log.rows else None
 
     @property
     def delay_s(self) -> float:
