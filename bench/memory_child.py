@@ -233,7 +233,8 @@ def setting(point: dict[str, Any]) -> list:
 
 def add_point(file: Path, point: dict[str, Any]) -> None:
     """Add a point to the file, replacing an earlier one with the same setting."""
-    from kit.core.run_directory import read_json, write_json
+    from kit.core.run_directory import write_json
+    from kit.core.run_files import read_json
 
     found = read_json(file)
     found["points"] = [one for one in found["points"] if setting(one) != setting(point)] + [point]

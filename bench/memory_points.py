@@ -43,7 +43,8 @@ from memory_child import CONFIG, SHAPES, add_point, card_used_gib, make_director
 
 from kit.core.config.load import load_config
 from kit.core.errors import CheckFailed
-from kit.core.run_directory import read_json, write_json
+from kit.core.run_directory import write_json
+from kit.core.run_files import read_json
 from kit.train.record import git_revision, versions
 from launch.replicas import Replicas, stop_groups
 from launch.vllm_command import gpu_gib, installed_vllm, plans, visible_gpus

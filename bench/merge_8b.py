@@ -59,7 +59,8 @@ def write_run(folder: Path, model: Path, base: Path, shapes: dict[str, tuple[int
     import torch
     from safetensors.torch import save_file
 
-    from kit.core.run_directory import RunDir, publish, read_json, write_json, write_manifest
+    from kit.core.run_directory import RunDir, publish, write_json, write_manifest
+    from kit.core.run_files import read_json
 
     folder.mkdir()
     run, info = RunDir(folder), read_json(base / "base.json")

@@ -48,7 +48,7 @@ from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput, CheckFailed, run_command
 from kit.core.metrics_log import MetricsLog
-from kit.core.run_directory import read_json
+from kit.core.run_files import read_json
 
 STOCK = {"stock_bf16": "bf16", "stock_nf4": "nf4"}
 # Stock does neither: held-out problems during training, completions on disk.

@@ -34,7 +34,8 @@ from eval.stats import cluster_interval, paired_difference, runs_interval
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed, run_command
 from kit.core.formats import FORMATS, TRAINED, check_model
-from kit.core.run_directory import RunDir, read_json, write_json
+from kit.core.run_directory import RunDir, write_json
+from kit.core.run_files import read_json
 from kit.train.mismatch import ROUTING_KEYS
 
 ROOT = Path(__file__).parents[1]

@@ -95,7 +95,7 @@ def main() -> int:
     command(*serve, *lengths, *flags)
 
     from eval.serving import table
-    from kit.core.run_directory import read_json
+    from kit.core.run_files import read_json
 
     if not (run / "serving.json").is_file():
         print("FAILED: no serving.json")

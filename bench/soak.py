@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.soak_faults import STOPPED, Fault, Target, planned
 from kit.core.errors import DONE, BadInput, CheckFailed, run_command
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from tests.disk import small_disk
 from tests.processes import free_port
 

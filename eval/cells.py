@@ -15,7 +15,9 @@ from pathlib import Path
 
 from eval.record import Record, as_rows
 from kit.core.errors import BadInput
-from kit.core.run_directory import file_hash, read_json, write_record
+from kit.core.file_kinds import CELL, RECORDS
+from kit.core.run_directory import file_hash, write_record
+from kit.core.run_files import read_lines, read_object
 
 
 @dataclass(frozen=True)
@@ -68,38 +70,29 @@ def read_cell(folder: Path, policy: str, name: str, identity: dict) -> tuple[Cel
     if not final.is_file() or not header.is_file():
         return None, "not measured before"
     try:
-        meta = read_json(header)
-        known, hashed = meta["identity"], meta["records"]
-        facts = (meta["engine"], meta["compute_dtype"], meta.get("engine_facts", {}), meta["seconds"])
-    except (BadInput, KeyError, TypeError):
+        meta = read_object(header, CELL)
+    except BadInput:
         return None, f"{header.name} is incomplete"
-    if other := differing(known, json.loads(json.dumps(identity))):
+    if other := differing(meta["identity"], json.loads(json.dumps(identity))):
         return None, f"measured with another {', '.join(other)}"
-    if file_hash(final) != hashed:
+    if file_hash(final) != meta["records"]:
         return None, f"{final.name} does not match {header.name}"
     records = read_records(final)
+    facts = (meta["engine"], meta["compute_dtype"], meta.get("engine_facts", {}), meta["seconds"])
     return Cell(records, *facts, reused=True), ""
 
 
 def read_records(file: Path) -> list[Record]:
     """Read the records of a cell's jsonl; `BadInput` if they are not those of its header, or for an invalid line."""
     header = file.with_name(f"{file.stem}.meta.json")
-    hashed = read_json(header).get("records")
+    hashed = read_object(header, CELL)["records"]
     if not file.is_file():
         raise BadInput(f"{file} does not exist. Evaluate again.")
     if file_hash(file) != hashed:
         raise BadInput(f"{file} was damaged or edited: {header.name} records other content. Evaluate again.")
     names = {field.name for field in dataclasses.fields(Record)}
-    rows = []
-    for number, line in enumerate(file.read_text().split("\n"), 1):
-        if not line:
-            continue
-        try:
-            row = json.loads(line)
-            rows.append(Record(**{key: value for key, value in row.items() if key in names}))
-        except (json.JSONDecodeError, TypeError, AttributeError) as error:
-            raise BadInput(f"{file}:{number} is not a completion of an evaluation: {error}") from None
-    return rows
+    rows = read_lines(file, RECORDS)
+    return [Record(**{key: value for key, value in row.items() if key in names}) for row in rows]
 
 
 def differing(before: dict, now: dict, prefix: str = "") -> Sequence[str]:

@@ -34,7 +34,9 @@ from eval.server_backend import Endpoint, ask_server, parse_cells
 from eval.tasks import scoring_of
 from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import CHECK_FAILED, DONE, BadInput
-from kit.core.run_directory import RunDir, read_json, write_record
+from kit.core.file_kinds import CELL
+from kit.core.run_directory import RunDir, write_record
+from kit.core.run_files import read_object
 
 NAME = "endpoint"
 # Keys of data that shape a problem's prompt.
@@ -140,7 +142,7 @@ def judged_records(folder: Path, policy: str, name: str, identity: dict) -> tupl
     header, file, cell = meta_file(folder, policy, name), records_file(folder, policy, name), f"{policy}/{name}"
     if not header.is_file() or not file.is_file():
         return [], f"{cell} has not been evaluated (python -m eval)"
-    known = read_json(header).get("identity", {})
+    known = read_object(header, CELL)["identity"]
     own = {key: ({"stop": []} | known.get("eval", {})).get(key) for key in identity["eval"]}
     options = known.get("reward", {}).get("options", {})
     plain = dataclasses.asdict(DataConfig()) | known.get("data", {})

@@ -8,11 +8,18 @@ from eval import plots
 from eval.artifacts import artifact_hash
 from eval.compare import p_value, points
 from eval.naming import trained_name
+from kit.core import file_kinds
 from kit.core.metrics_log import MetricsLog
-from kit.core.run_directory import MANIFEST, RunDir, read_json
+from kit.core.run_directory import MANIFEST, RunDir
+from kit.core.run_files import is_there, read_object
 
 NONE = "–"
-OPTIONAL = ("diagnostics", "serving", "endpoint", "lm_eval")  # <name>.json
+OPTIONAL = {  # <name>.json
+    "diagnostics": file_kinds.DIAGNOSTICS,
+    "serving": file_kinds.SERVING,
+    "endpoint": file_kinds.ENDPOINT,
+    "lm_eval": file_kinds.LM_EVAL,
+}
 
 
 @dataclass
@@ -72,16 +79,14 @@ def find(run: RunDir, folder: Path, result: dict | None) -> Found:
     manifests = {}
     for into, top in (("dequantized", run.merged), ("original", run.path / "merged-original")):
         for file in sorted(top.glob(f"*/*/{MANIFEST}")):
-            manifests[into, file.parent.parent.name, file.parent.name] = read_json(file)
+            manifests[into, file.parent.parent.name, file.parent.name] = read_object(file, file_kinds.MANIFEST)
     optional = {}
-    for name in OPTIONAL:
+    for name, kind in OPTIONAL.items():
         files = [place / f"{name}.json" for place in (folder, run.path)]
-        optional[name] = next((read_json(file) for file in files if file.is_file()), None)
+        optional[name] = next((read_object(file, kind) for file in files if is_there(file)), None)
     files = sorted(run.path.glob("eval-*/eval.json"))
-    tasks = {file.parent.name.removeprefix("eval-"): read_json(file) for file in files}
-    return Found(
-        run, read_json(run.config_file), log.rows, result, **optional, manifests=manifests, tasks=tasks, folder=folder
-    )
+    tasks = {file.parent.name.removeprefix("eval-"): read_object(file, file_kinds.EVALUATION) for file in files}
+    return Found(run, run.facts(), log.rows, result, **optional, manifests=manifests, tasks=tasks, folder=folder)
 
 
 def number(value: object, digits: str = ".4g") -> str:

@@ -29,7 +29,9 @@ from eval.problems import held_out, problems_hash
 from eval.result import read_result, run_config
 from kit.core.config.schema import DataConfig
 from kit.core.errors import DONE, BadInput, CheckFailed
-from kit.core.run_directory import RunDir, file_hash, manifest_as_written, read_json, write_record
+from kit.core.file_kinds import GENERATION_CONFIG, HARNESS_RESULTS, HARNESS_SAMPLES, LM_EVAL, TOKENIZER_CONFIG
+from kit.core.run_directory import RunDir, file_hash, manifest_as_written, write_record
+from kit.core.run_files import numbered_lines, read_object, read_optional
 from kit.data.problems import TEXT_FORMATS, Problem, chat_messages
 
 ROOT = Path(__file__).parents[1]
@@ -255,9 +257,7 @@ def newest_results(folder: Path) -> Path:
 
 def read_results(file: Path) -> Results:
     """Read the exact-match scores of a results file, with the answers by problem if its samples file is beside it."""
-    raw = read_json(file) if file.is_file() else None
-    if not isinstance(raw, dict) or not isinstance(raw.get("results"), dict):
-        raise BadInput(f"{file} is not a results file of lm_eval (results_<date>.json).")
+    raw = read_object(file, HARNESS_RESULTS)
     scores = []
     for task, found in raw["results"].items():
         count = ((raw.get("n-samples") or {}).get(task) or {}).get("effective") or found.get("sample_len")
@@ -284,16 +284,10 @@ def read_samples(file: Path) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     if not file.is_file():
         return found
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if "problem_id" not in row["doc"]:
-                return {}
-            found.setdefault(row["filter"], {})[row["doc"]["problem_id"]] = float(row["exact_match"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadInput(f"{file}:{number} is not a sample of lm_eval: {type(error).__name__}: {error}") from None
+    for _, row in numbered_lines(file, HARNESS_SAMPLES):
+        if "problem_id" not in row["doc"]:
+            return {}
+        found.setdefault(row["filter"], {})[row["doc"]["problem_id"]] = float(row["exact_match"])
     return found
 
 
@@ -411,7 +405,7 @@ _ACTS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens":
 
 
 def _read_optional(file: Path) -> dict:
-    return read_json(file) if file.is_file() else {}
+    return read_optional(file, GENERATION_CONFIG)
 
 
 def _decoding(temperature: float) -> str:
@@ -422,7 +416,7 @@ def _template(checkpoint: Path) -> str | None:
     """The chat template of a checkpoint's files, as transformers saves it."""
     if (file := checkpoint / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
-    return read_json(checkpoint / "tokenizer_config.json").get("chat_template")
+    return read_object(checkpoint / "tokenizer_config.json", TOKENIZER_CONFIG).get("chat_template")
 
 
 def lines(measured: Measured, comparison: dict) -> list[str]:
@@ -451,7 +445,7 @@ def _line(name: str, accuracy: float, interval: Sequence[float], n: int) -> str:
 def publish(measured: Measured, comparison: dict, command: list[str]) -> None:
     """Write the comparison into lm_eval.json beside eval.json, keeping comparisons of other cells."""
     file = measured.folder / "lm_eval.json"
-    cells = (read_json(file).get("cells") or {}) if file.is_file() else {}
+    cells = read_optional(file, LM_EVAL).get("cells") or {}
     made = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
     write_record(file, {"cells": {**cells, f"{measured.policy}/{measured.format}": comparison | made}})
     print(f"written: {file}", flush=True)

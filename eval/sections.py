@@ -4,7 +4,6 @@ A section whose file is missing names the command that makes it; anything in a f
 ignored. `accuracy` and `samples` need only an eval.json: they are also what eval.md is made of.
 """
 
-import json
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +19,9 @@ from eval.result import column, engines, run_config
 from eval.rules import PASS, Rule, judge
 from eval.sections_model import layers, serving, tokens, training
 from kit.core.errors import KitError
+from kit.core.file_kinds import RECORDS
 from kit.core.run_directory import file_hash
+from kit.core.run_files import read_lines
 
 SHOWN_PROBLEMS = 3
 LONGEST_TEXT = 1200  # characters shown of a completion
@@ -273,8 +274,7 @@ def problems(found: Found) -> Section | None:
 
 
 def _first_samples(file: Path) -> Iterable[dict]:
-    rows = map(json.loads, file.read_text().splitlines())
-    return (row for row in rows if row.get("sample", 0) == 0)
+    return (row for row in read_lines(file, RECORDS) if row.get("sample", 0) == 0)
 
 
 def _questions(found: Found) -> dict[str, str]:

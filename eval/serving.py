@@ -28,8 +28,10 @@ from eval.artifacts import POLICIES, merge_missing
 from eval.machine import VLLM, machine, missing_kernel, package_versions
 from eval.serving_client import closed_loop, make_prompts, summarize, vocabulary
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, Interrupted, run_command
+from kit.core.file_kinds import MODEL_CONFIG
 from kit.core.formats import FORMATS
-from kit.core.run_directory import RunDir, manifest_as_written, read_json, read_manifest, write_record
+from kit.core.run_directory import RunDir, manifest_as_written, read_manifest, write_record
+from kit.core.run_files import read_object
 from kit.core.yaml_files import parse_yaml
 from launch.replicas import Replicas, Stopped, read_end
 from launch.vllm_command import Installed, Plan, installed_vllm
@@ -111,7 +113,7 @@ def check(arguments: argparse.Namespace) -> Settings:
     checkpoints = find_checkpoints(arguments)
     longest = arguments.prompt_tokens + arguments.new_tokens
     for name, path in checkpoints.items():
-        config = read_json(path / "config.json")
+        config = read_object(path / "config.json", MODEL_CONFIG)
         room = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
         if room and longest > room:
             raise BadInput(

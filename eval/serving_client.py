@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kit.core.errors import CheckFailed
+from kit.core.errors import BadInput, CheckFailed
+from kit.core.file_kinds import MODEL_CONFIG, TOKENIZER
+from kit.core.run_files import is_there, read_object
 
 if TYPE_CHECKING:
     import aiohttp
@@ -37,11 +39,13 @@ def vocabulary(checkpoints: Sequence[Path]) -> list[int]:
     """Token ids that every checkpoint's model knows, without the special tokens of its tokenizer."""
     size, special = None, set()
     for checkpoint in checkpoints:
-        config = json.loads((checkpoint / "config.json").read_text())
-        known = config.get("vocab_size") or config.get("text_config", {})["vocab_size"]
+        config = read_object(checkpoint / "config.json", MODEL_CONFIG)
+        known = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
         tokenizer = checkpoint / "tokenizer.json"
-        if tokenizer.is_file():
-            facts = json.loads(tokenizer.read_text())
+        if type(known) is not int:
+            raise BadInput(f"{checkpoint / 'config.json'} has no vocab_size. {MODEL_CONFIG.fix}")
+        if is_there(tokenizer):
+            facts = read_object(tokenizer, TOKENIZER)
             special |= {token["id"] for token in facts.get("added_tokens", [])}
             # Ids above the tokenizer's only pad the embedding.
             pieces = facts.get("model", {}).get("vocab")

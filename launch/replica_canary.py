@@ -7,7 +7,9 @@ import numpy as np
 
 from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput
-from kit.core.run_directory import base_directory, read_json
+from kit.core.file_kinds import BASE_HASH
+from kit.core.run_directory import base_directory
+from kit.core.run_files import is_there, read_object
 from kit.rollout.canary import compare, read_canary
 from kit.rollout.protocol import Served
 from kit.rollout.replica import Replica, ReplicaError
@@ -77,9 +79,9 @@ def newest_canary(run: Path) -> Path:
 
 def expected_base(config: Config) -> str | None:
     """Hash of the run's base, or of the base directory if the run has not written one; None without either."""
-    for path, key in ((config.run.directory / "base.json", "hash"), (base_directory(config) / "base.json", "hash")):
-        if path.is_file():
-            return read_json(path).get(key)
+    for folder in (config.run.directory, base_directory(config)):
+        if is_there(folder / "base.json"):
+            return read_object(folder / "base.json", BASE_HASH)["hash"]
     return None
 
 

@@ -22,7 +22,9 @@ from kit.core.config.format_rules import served_format
 from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, command_parser, run_command
-from kit.core.run_directory import RunDir, base_directory, read_json, write_json
+from kit.core.file_kinds import SERVERS
+from kit.core.run_directory import RunDir, base_directory, write_json
+from kit.core.run_files import read_object, read_optional
 from kit.rollout.protocol import Info
 from launch.replicas import Replicas, Stopped, started_at, stop_groups
 from launch.server_key import take_key
@@ -109,7 +111,7 @@ def state_file(config: Config) -> Path:
 def remember(config: Config, rows: list[dict]) -> None:
     """Add replicas to those left running by an earlier detached start."""
     file = state_file(config)
-    earlier = read_json(file)["replicas"] if file.is_file() else []
+    earlier = read_optional(file, SERVERS).get("replicas", [])
     write_json(file, {"replicas": [*(one for one in earlier if _lives(one)), *rows]})
 
 
@@ -179,7 +181,7 @@ def stop(config: Config) -> int:
     """End the replicas that detached starts left running on this machine, and list those on other machines. Skips
     processes that have ended and pids that have been reused."""
     here, logs = socket.gethostname(), config.run.directory / "logs"
-    files = {file: read_json(file)["replicas"] for file in sorted(logs.glob("server*.json"))}
+    files = {file: read_object(file, SERVERS)["replicas"] for file in sorted(logs.glob("server*.json"))}
     ours = {file: rows for file, rows in files.items() if all(one.get("host", here) == here for one in rows)}
     others = [f"{one['url']} on {one['host']}" for file, rows in files.items() if file not in ours for one in rows]
     elsewhere = f"Running elsewhere, to be stopped there: {', '.join(others)}." if others else ""

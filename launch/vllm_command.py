@@ -23,9 +23,11 @@ from kit.core import format_names
 from kit.core.config import card_rules, format_rules, share_rules
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
+from kit.core.file_kinds import BASE, BASE_HASH, MODEL_CONFIG
 from kit.core.limits import FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM, fold_gib
 from kit.core.lora import EXPERT_PARTS
-from kit.core.run_directory import RunDir, base_directory, read_json, read_manifest, stored_as
+from kit.core.run_directory import RunDir, base_directory, read_manifest, stored_as
+from kit.core.run_files import read_object, read_optional
 from kit.rollout.protocol import QUANT_CFG
 from kit.rollout.server.adapter_check import checkpoint_shapes
 from kit.rollout.server.adapter_roots import ROOTS
@@ -216,7 +218,7 @@ def check_base(config: Config, config_path: str, deep: bool = False) -> dict:
     if not directory.exists():
         raise BadInput(f"the dequantized base {directory} does not exist. {write}.")
     try:
-        manifest, facts = read_manifest(directory, deep=deep), read_json(directory / "base.json")
+        manifest, facts = read_manifest(directory, deep=deep), read_object(directory / "base.json", BASE)
     except BadInput as error:
         raise BadInput(f"{error} {write}, after removing {directory}.") from None
     quantization = facts.get("quantization") or {}
@@ -235,7 +237,7 @@ def check_base(config: Config, config_path: str, deep: bool = False) -> dict:
     ]
     trained = RunDir(config.run.directory).base_file
     if config.model.path is not None and trained.is_file():
-        if (one := facts.get("hash")) != (two := read_json(trained).get("hash")):
+        if (one := facts.get("hash")) != (two := read_object(trained, BASE_HASH)["hash"]):
             wrong.append(f"its base hash is {str(one)[:12]}, that of the run ({trained}) is {str(two)[:12]}")
     if wrong:
         raise BadInput(
@@ -340,7 +342,7 @@ def _options(config: Config, vllm: Installed) -> Options:
 def router_names(directory: Path) -> list[str]:
     """Names of the routers of the base in a directory, which a server must not quantize: the linear layers beside a
     layer's experts that the base stores unquantized. Empty for a dense model or a base that is not written yet."""
-    facts = read_json(directory / "base.json") if (directory / "base.json").is_file() else {}
+    facts = read_optional(directory / "base.json", BASE)
     quantized, tensors = set(facts.get("quantized") or ()), facts.get("tensors") or {}
     blocks = {name.partition(".experts.")[0] for name in quantized if ".experts." in name}
     names = [name.removesuffix(".weight") for name in tensors if name.rpartition(".")[2] == "weight"]
@@ -390,7 +392,7 @@ def _folded_experts(directory: Path) -> int:
 def _wrapper(config: Config) -> str | None:
     """model_type of the base, if it wraps its language model in other parts; None if not or not written yet."""
     file = base_directory(config) / "config.json"
-    kind = read_json(file).get("model_type") if file.is_file() else None
+    kind = read_optional(file, MODEL_CONFIG).get("model_type")
     return kind if kind in LANGUAGE else None
 
 
@@ -401,7 +403,7 @@ def _targets(config: Config) -> list[str]:
     """
     names, facts = config.policy.target_modules, base_directory(config) / "base.json"
     if isinstance(names, str):  # all-linear, or a peft pattern
-        names = read_json(facts)["quantized"] if facts.is_file() else []
+        names = read_optional(facts, BASE).get("quantized", [])
     return sorted({name.rpartition(".")[2] for name in names})
 
 

@@ -6,6 +6,7 @@ covered: GPTQ; several GPUs.
 """
 
 import hashlib
+import itertools
 import json
 import shutil
 import subprocess
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 
-from kit.core.checksum import read_lines
 from kit.core.errors import BadInput
 from kit.core.own_code import OwnCodeHeldBack
 from kit.core.run_directory import RunDir, publish, write_manifest
@@ -25,7 +25,7 @@ from kit.weights.checkpoint import checkpoint_shards
 from kit.weights.frozen_base import BaseCheckpoint
 from merge.merge import write_config
 from merge.quantize import Refused, format_of, quantization_config
-from merge.verify import as_prompt, imported_from, load_for_scoring, logged_texts, release_memory
+from merge.verify import as_prompt, imported_from, load_for_scoring, logged_rows, logged_texts, release_memory
 
 WORKER = Path(__file__).with_name("awq.py")
 SHARD = "5GB"
@@ -48,9 +48,8 @@ def calibration_set(run: RunDir, tokenizer: Any, samples: int, max_length: int) 
     """
     values = run.config()
     texts: dict[str, str] = {}  # {prompt: prompt with its completion}
-    for row in (
-        row for file in sorted(run.completions.glob("step-*.jsonl"), reverse=True) for row in read_lines(file)
-    ):
+    files = sorted(run.completions.glob("step-*.jsonl"), reverse=True)
+    for row in itertools.chain.from_iterable(map(logged_rows, files)):
         if len(texts) < samples:
             texts.setdefault(*logged_texts(values, row, tokenizer))
     completions, reason = len(texts), ""

@@ -15,11 +15,13 @@ from typing import Any
 
 from kit.core.config.base_rules import CALLED
 from kit.core.errors import DONE, BadInput
+from kit.core.file_kinds import EVALUATION
 from kit.core.formats import FORMATS
 from kit.core.gguf_types import GGUF_TYPES, PREFIX
 from kit.core.installed import installed_versions
 from kit.core.one_line import as_paragraph, in_markdown
-from kit.core.run_directory import INTO, MANIFEST, RunDir, manifest_as_written, read_json, read_manifest
+from kit.core.run_directory import INTO, MANIFEST, RunDir, manifest_as_written, read_manifest
+from kit.core.run_files import read_object
 from merge import hub
 from merge.card_usage import usage
 from merge.command import POLICIES
@@ -171,7 +173,7 @@ def write_card(run: RunDir, directory: Path) -> Path:
 
 def render(run: RunDir, manifest: dict) -> str:
     """Return the card as Markdown, with the front matter that the hub reads."""
-    facts = read_json(run.config_file)
+    facts = run.facts()
     config, base = facts["config"], run.base()
     parts = [
         front_matter(config, manifest),
@@ -348,9 +350,10 @@ def serving(manifest: dict) -> str:
 def training(run: RunDir, manifest: dict) -> str:
     """Table of the mean metrics at the start and at the end of the adapter's training."""
     last, rows = manifest.get("adapter_version"), []
-    for row in run.metrics():
-        if last is None or row.get("step", 0) <= last:
-            rows.append(row)
+    try:
+        rows = [row for row in run.metrics() if last is None or row["step"] <= last]
+    except BadInput:
+        return "## Training\n\nThe run's metrics.jsonl cannot be read."
     if not rows:
         return ""
 
@@ -415,8 +418,9 @@ def evaluation(run: RunDir, manifest: dict) -> str:
     title = "## Evaluation\n\n"
     if not run.eval_file.is_file():
         return f"{title}Not evaluated yet. `python -m eval` measures it, `python -m merge card` then fills this in."
-    result = read_json(run.eval_file)
-    if not isinstance(result, dict) or not isinstance(result.get("matrix"), dict):
+    try:
+        result = read_object(run.eval_file, EVALUATION)
+    except BadInput:
         return f"{title}The run's eval.json holds no result."
     same_adapter = manifest["policy"] == "base" or result.get("adapter_hash") == manifest["adapter_hash"]
     if result.get("base_hash") != manifest["base_hash"] or not same_adapter:

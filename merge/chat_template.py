@@ -12,6 +12,8 @@ from jinja2 import TemplateSyntaxError
 
 from kit.core.chat import names_read, render
 from kit.core.errors import BadInput, CheckFailed
+from kit.core.file_kinds import TOKENIZER_CONFIG
+from kit.core.run_files import read_object
 
 # Files that hold templates under a key; the other files hold one template each, as transformers 5 writes them.
 IN_JSON = ("tokenizer_config.json", "chat_template.json")
@@ -75,7 +77,7 @@ def change_templates(directory: Path, change: Callable[[str], str]) -> None:
     for file in (directory / name for name in IN_JSON):
         if not file.is_file():
             continue
-        facts = json.loads(file.read_bytes())
+        facts = read_object(file, TOKENIZER_CONFIG)
         if facts.get("chat_template"):
             facts["chat_template"] = _each(facts["chat_template"], change)
             file.write_text(json.dumps(facts, indent=2) + "\n")

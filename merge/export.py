@@ -17,17 +17,18 @@ from kit.core.checkpoint_files import INDEX, SINGLE
 from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput, CheckFailed
+from kit.core.file_kinds import BASE
 from kit.core.run_directory import (
     MANIFEST,
     base_directory,
     file_hash,
     publish,
-    read_json,
     read_manifest,
     stored_as,
     write_manifest,
     write_record,
 )
+from kit.core.run_files import read_object
 from kit.weights.checkpoint import checkpoint_shards, find_checkpoint
 from kit.weights.frozen_base import default_device
 from kit.weights.model_files import unquantized_config
@@ -186,7 +187,7 @@ def check_reusable(directory: Path, config: Config, origin: dict, commit: str | 
     """
     manifest = read_manifest(directory, "checkpoint", deep=True)
     made_from = manifest.get("source")
-    info = read_json(directory / "base.json")
+    info = read_object(directory / "base.json", BASE)
     quantization = info.get("quantization") or {}
     found = {
         "policy": manifest.get("policy"),

@@ -6,7 +6,6 @@ verification, diagnose, eval, the gate and rollout servers then work on it as on
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,17 +16,10 @@ from kit.core.checksum import line_of
 from kit.core.config.load import config_from_dict, load_config, resolve, to_dict
 from kit.core.config.schema import Config, DataConfig, limit_faults
 from kit.core.errors import DONE, BadInput
+from kit.core.file_kinds import TOKENIZER_CONFIG
 from kit.core.installed import installed_versions
-from kit.core.run_directory import (
-    RunDir,
-    file_hash,
-    is_plain_adapter,
-    publish,
-    read_json,
-    read_manifest,
-    stored_as,
-    write_record,
-)
+from kit.core.run_directory import RunDir, file_hash, is_plain_adapter, publish, read_manifest, stored_as, write_record
+from kit.core.run_files import parse, read_optional
 from kit.core.user_files import read_text
 from kit.policy.adapter_files import (
     CONFIG,
@@ -269,8 +261,7 @@ def _template(directory: Path) -> str | None:
     """Text of the chat template in a directory; None if it has none."""
     if (directory / TEMPLATE).is_file():
         return (directory / TEMPLATE).read_text()
-    file = directory / "tokenizer_config.json"
-    found = read_json(file).get("chat_template") if file.is_file() else None
+    found = read_optional(directory / "tokenizer_config.json", TOKENIZER_CONFIG).get("chat_template")
     return found if isinstance(found, str) else None
 
 
@@ -285,7 +276,7 @@ def _prompts(file: Path, data: DataConfig) -> Iterator[dict]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse(line.encode(), is_foreign=True)
         except (ValueError, RecursionError) as error:
             raise BadInput(f"--prompts {file}, line {number} is not JSON: {error}.") from None
         found = _logged(row) if isinstance(row, dict) else None

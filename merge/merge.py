@@ -17,7 +17,9 @@ from safetensors import safe_open
 
 from kit.core import lora
 from kit.core.errors import BadInput
-from kit.core.run_directory import publish, read_json, write_manifest
+from kit.core.file_kinds import ADAPTER_CONFIG, MODEL_CONFIG
+from kit.core.run_directory import publish, write_manifest
+from kit.core.run_files import read_object
 from kit.policy.adapter_files import language_key
 from kit.weights.frozen_base import BaseCheckpoint, BaseTensor
 from kit.weights.layout import expert_factors
@@ -67,7 +69,7 @@ def read_adapter(directory: Path, base: BaseCheckpoint) -> dict[str, Factors]:
     a module missing from the base or whose shapes do not fit.
     """
     directory = Path(directory)
-    config = read_json(directory / "adapter_config.json")
+    config = read_object(directory / "adapter_config.json", ADAPTER_CONFIG)
     if not (directory / "adapter_model.safetensors").is_file():
         raise BadInput(f"{directory} has no adapter_model.safetensors.")
     if why := lora.reasons(config, getattr(base.config, "tie_word_embeddings", False)):
@@ -258,11 +260,11 @@ def write_folded(base: BaseCheckpoint, updates: dict[str, Factors], directory: P
 
 def write_config(source: Path, directory: Path, quantization: dict | None, dtype: str = "bfloat16") -> None:
     """Copy `source`'s config.json (`dtype`, and `quantization` as its only quantization_config) and its companions."""
-    config = read_json(source / "config.json")
+    config = read_object(source / "config.json", MODEL_CONFIG)
     config.pop("torch_dtype", None)
     config.pop("quantization_config", None)
     config["dtype"] = dtype
-    if "dtype" in config.get("text_config", {}):
+    if "dtype" in (config.get("text_config") or {}):
         config["text_config"]["dtype"] = dtype
     if quantization is not None:
         config["quantization_config"] = quantization

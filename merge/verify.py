@@ -8,7 +8,6 @@ which the evaluation measures.
 import contextlib
 import gc
 import itertools
-import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -21,10 +20,11 @@ import torch
 from kit.core.cards import generation
 from kit.core.chat import arguments_of, render, special_tokens
 from kit.core.checkpoint_files import from_files, quantization_of
-from kit.core.checksum import read_lines
 from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput, CheckFailed
+from kit.core.file_kinds import LOGGED_TEXTS
 from kit.core.run_directory import INTO, RunDir, check_adapter_file, read_manifest
+from kit.core.run_files import numbered_lines, parse
 from kit.data.problems import prompt_of_row
 from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
 from kit.weights.attention import attention_of
@@ -325,7 +325,7 @@ def _held_out_prompts(run: RunDir, tokenizer: Any) -> list[str]:
 
 def _logged_completions(run: RunDir, tokenizer: Any) -> list[str]:
     files = sorted(run.completions.glob("step-*.jsonl"), reverse=True)
-    rows = [row for file in files[:1] for row in itertools.islice(read_lines(file), SEQUENCES)]
+    rows = [row for file in files[:1] for row in itertools.islice(logged_rows(file), SEQUENCES)]
     values = run.config()
     return [logged_texts(values, row, tokenizer)[1] for row in rows]
 
@@ -338,12 +338,17 @@ def logged_texts(values: dict, row: dict, tokenizer: Any) -> tuple[str, str]:
     return prompt, prompt + as_completion(row["completion"])
 
 
+def logged_rows(file: Path) -> Iterator[dict]:
+    """Texts that a run logged in a file, without the truncated last line of a killed run."""
+    return (row for _, row in numbered_lines(file, LOGGED_TEXTS, may_be_growing=True))
+
+
 def rows_in(file: Path) -> Iterator[dict]:
     """Rows of a user's jsonl file; other lines are skipped."""
-    with open(file) as lines:
+    with open(file, "rb") as lines:
         for line in lines:
-            with contextlib.suppress(json.JSONDecodeError):
-                if isinstance(row := json.loads(line), dict):
+            with contextlib.suppress(ValueError):
+                if isinstance(row := parse(line, is_foreign=True), dict):
                     yield row
 
 

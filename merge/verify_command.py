@@ -12,8 +12,10 @@ from pathlib import Path
 
 from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed
+from kit.core.file_kinds import MODEL_CONFIG
 from kit.core.gguf_types import PREFIX
-from kit.core.run_directory import INTO, MANIFEST, RunDir, read_json, read_manifest
+from kit.core.run_directory import INTO, MANIFEST, RunDir, read_manifest
+from kit.core.run_files import read_object
 from merge.imported import run_of
 from merge.options import verify_parser
 from merge.tables import show_table
@@ -91,7 +93,7 @@ def _foreign(path: Path) -> Target:
     """A checkpoint of the trained policy that --checkpoint names; `BadInput` if it is none."""
     if not (path / "config.json").is_file():
         raise BadInput(f"--checkpoint {path} has no config.json (seen from {Path.cwd()}): it is no checkpoint.")
-    settings = quantization_of(read_json(path / "config.json"))
+    settings = quantization_of(read_object(path / "config.json", MODEL_CONFIG))
     return Target("grpo", settings.get("quant_method", "bf16"), path)
 
 

@@ -27,12 +27,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kit.core.checksum import line_of, read_lines
+from kit.core.checksum import line_of
 from kit.core.config.checks import check_config, is_main_process, world_size
 from kit.core.config.load import load_config
 from kit.core.config.run_checks import check_run_directory
 from kit.core.config.schema import Config, DistillConfig
 from kit.core.errors import BadInput, run_command
+from kit.core.file_kinds import MEASUREMENT, PASS_RATES
+from kit.core.run_files import read_lines
 from kit.data.pass_rates import SAMPLING, TASK, read_pass_rates, settings_of
 
 
@@ -145,7 +147,8 @@ def begun(partial: Path, facts: dict) -> set[str]:
     """Ids of the problems that an interrupted measurement with these facts has; starts the file if there is none.
     Called by the main process only."""
     if partial.exists():
-        head, *rows = [*read_lines(partial)] or [{}]  # without a line that a kill cut
+        # Without a line that a kill cut.
+        head, *rows = read_lines(partial, PASS_RATES, may_be_growing=True, first=MEASUREMENT) or [{}]
         if head == {"facts": facts}:
             partial.write_text("".join(f"{line_of(row)}\n" for row in (head, *rows)))
             return {row["problem_id"] for row in rows}

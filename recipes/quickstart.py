@@ -16,7 +16,9 @@ from pathlib import Path
 
 from kit.core.config.recipe import PLAIN
 from kit.core.errors import BAD_INPUT, CHECK_FAILED, BadInput, CheckFailed, run_command
-from kit.core.run_directory import RunDir, read_json
+from kit.core.file_kinds import EVALUATION
+from kit.core.run_directory import RunDir
+from kit.core.run_files import read_object
 from launch.starting.trainer_command import CPU, in_checkout
 
 BASE = Path("models/tiny-base")
@@ -79,7 +81,7 @@ def mean_reward(rows: list[dict]) -> float:
 def summary(run: RunDir, seconds: dict[str, float]) -> str:
     """Results of the run, from the files of its directory."""
     rows = run.metrics()
-    result = read_json(run.eval_file)
+    result = read_object(run.eval_file, EVALUATION)
     matrix, ends = result["matrix"], min(10, -(-len(rows) // 2))
     cells = {name: (matrix["base"][name], matrix["grpo"][name]) for name in matrix["base"]}
     judged = next(iter(cells))  # nf4, the policy as trained, if it was measured

@@ -22,8 +22,10 @@ from kit.core.config.load import load_config, to_dict
 from kit.core.config.recipe import recipe_of
 from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, run_command
+from kit.core.file_kinds import EVALUATION, SERVING
 from kit.core.formats import FORMATS
-from kit.core.run_directory import MANIFEST, RunDir, manifest_as_written, read_json, write_json
+from kit.core.run_directory import MANIFEST, RunDir, manifest_as_written, write_json
+from kit.core.run_files import read_object, read_optional
 from kit.core.run_state import continuing_flags
 from launch.starting.trainer_command import ONE_GPU, in_checkout
 from recipes.quickstart import mean_reward, step
@@ -112,13 +114,12 @@ def is_merged(run: RunDir, name: str) -> bool:
 
 
 def is_evaluated(run: RunDir, formats: list[str]) -> bool:
-    return run.eval_file.is_file() and set(formats) <= set(read_json(run.eval_file)["matrix"]["grpo"])
+    return run.eval_file.is_file() and set(formats) <= set(read_object(run.eval_file, EVALUATION)["matrix"]["grpo"])
 
 
 def is_served(run: RunDir, formats: list[str]) -> bool:
-    file = run.path / "serving.json"
-    result = read_json(file) if file.is_file() else {"formats": {}, "failed": {}}
-    return set(formats) <= {*result["formats"], *result["failed"]}
+    result = read_optional(run.path / "serving.json", SERVING)
+    return set(formats) <= {*result.get("formats", ()), *result.get("failed", ())}
 
 
 def collect(runs: dict[int, Path], formats: list[str]) -> dict:
@@ -126,7 +127,7 @@ def collect(runs: dict[int, Path], formats: list[str]) -> dict:
     seeds: dict[str, Any] = {}
     for seed, path in runs.items():
         run = RunDir(path)
-        result, rows = read_json(run.eval_file), run.metrics()
+        result, rows = read_object(run.eval_file, EVALUATION), run.metrics()
         manifests = {name: manifest_as_written(run.merged / "grpo" / name) for name in formats if name != "nf4"}
         seeds[str(seed)] = {
             "run": str(path),

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kit.core.checksum import read_lines
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser
-from kit.core.run_directory import RunDir, read_json
+from kit.core.file_kinds import COMPLETIONS, EVALUATION
+from kit.core.run_directory import RunDir
+from kit.core.run_files import is_there, read_lines, read_object
 from reward.answer import boxes, final_answer, message_text, own_text
 from reward.explain import shown
 
@@ -71,24 +72,17 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """Read the trace of a run directory; `BadInput` if it is not one or holds neither metrics nor completions."""
     run = RunDir.open(path)
-    steps = _rows(run.metrics_file) if run.metrics_file.is_file() else []
-    sampled = [_rows(file) for file in sorted(run.completions.glob("step-*.jsonl"))]
+    steps = run.metrics()
+    sampled = [
+        read_lines(file, COMPLETIONS, may_be_growing=True) for file in sorted(run.completions.glob("step-*.jsonl"))
+    ]
     sampled = [rows for rows in sampled if rows]
     if not steps and not sampled:
         raise BadInput(f"{run.path} holds neither metrics.jsonl nor completions: the run has not taken a step.")
     width = max(1, len(sampled) // 3)
     late = [row for rows in sampled[-width:] for row in rows]
     early = [row for rows in sampled[:width] for row in rows] if len(sampled) > 1 else []
-    for row in (*early, *late):
-        if not isinstance(row.get("completion"), str) or "problem_id" not in row:
-            raise BadInput(
-                f"{run.completions}: a row without completion or problem_id; it was not written by this kit."
-            )
-    return Trace(steps, early, late, read_json(run.eval_file) if run.eval_file.is_file() else None)
-
-
-def _rows(file: Path) -> list[dict]:
-    return list(read_lines(file))  # without a last line that a running or killed trainer truncated
+    return Trace(steps, early, late, read_object(run.eval_file, EVALUATION) if is_there(run.eval_file) else None)
 
 
 def paid(row: dict) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 from kit.core.config.load import load_config
 from kit.core.config.schema import RewardConfig
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, command_parser
+from kit.core.run_files import parse
 from kit.core.user_files import open_file
 from reward import REWARDS, function_options, is_own, reward_functions
 from reward.answer import final_answer, message_text
@@ -142,7 +143,7 @@ def read_rows(path: Path, task: str, make: Callable[[int, Any, str], Any] | None
         if not line.strip():
             continue
         try:
-            rows.append((make or _row)(number, json.loads(line.decode("utf-8-sig")), task))
+            rows.append((make or _row)(number, parse(line, is_foreign=True), task))
         except (ValueError, RecursionError) as error:  # from JSON, UTF-8 or _row
             bad.append(f"\n  {path}:{number}: {error}")
     if bad:
@@ -201,8 +202,8 @@ def settings(
     options = dict(given.options.get(task) or {})
     if arguments.options:
         try:
-            typed = json.loads(arguments.options)
-        except json.JSONDecodeError as error:
+            typed = parse(arguments.options.encode())
+        except ValueError as error:
             raise BadInput(f'--options is not JSON: {error}. Example: {{"ordered": false}}') from None
         if not isinstance(typed, dict):
             raise BadInput(f"--options must be a JSON object, it is {arguments.options[:60]}.")

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kit.core.errors import BadInput, did_you_mean
+from kit.core.file_kinds import JUDGED
 from kit.core.progress import beat
+from kit.core.run_files import read_object
 from reward.answer import message_text
 from reward.pool import Verdict
 from reward.score import Budget, Messages, Pool, Prompts, Rewards
@@ -247,10 +249,9 @@ def _name(request: dict) -> str:
 
 def _cached(file: Path) -> str | None:
     try:
-        reply = json.loads(file.read_text(encoding="utf-8"))["reply"]
-    except (OSError, ValueError, LookupError, TypeError):
+        return read_object(file, JUDGED)["reply"]
+    except BadInput:
         return None  # absent, or damaged: asked again
-    return reply if isinstance(reply, str) else None
 
 
 def _keep(file: Path, reply: str) -> None:

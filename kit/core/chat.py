@@ -7,12 +7,12 @@ trained, evaluated and served on the same prompt. TRL tokenizes a step's prompts
 """
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
 from kit.core.checkpoint_files import from_files
 from kit.core.errors import BadInput, did_you_mean
+from kit.core.run_files import parse
 
 KEY = "data.chat_template_kwargs"
 _SENTINEL = "The answer is 42"
@@ -37,7 +37,7 @@ def arguments_of(values: dict) -> dict[str, Any]:
     before = ((values.get("train") or {}).get("trl") or {}).get("chat_template_kwargs")
     if isinstance(before, str):  # TRL accepts this too
         with contextlib.suppress(ValueError):
-            before = json.loads(before)
+            before = parse(before.encode())
     return before if isinstance(before, dict) else {}
 
 

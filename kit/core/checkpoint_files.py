@@ -3,16 +3,15 @@
 Reads no tensor and imports no torch.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kit.core.errors import BadInput, full_disk
-from kit.core.user_files import read_text
+from kit.core.file_kinds import MODEL_CONFIG, SHARD_INDEX
+from kit.core.run_files import read_object
 
-MOST_CONFIG = 1 << 24  # bytes; those of vision models with thousands of labels have a few 100 KB
 Read = TypeVar("Read")
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -27,14 +26,7 @@ class Header:
 
 def read_facts(file: Path) -> dict[str, Any]:
     """The object in a model's config.json; `BadInput` if it cannot be read."""
-    text = read_text(file, MOST_CONFIG, "model's configuration")
-    try:
-        facts = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{file} is not JSON: {error}") from None
-    if not isinstance(facts, dict):
-        raise BadInput(f"{file} must hold a model's configuration; it holds {facts!r:.60}.")
-    return facts
+    return read_object(file, MODEL_CONFIG)
 
 
 def from_files(what: str, source: object, read: Callable[[], Read]) -> Read:
@@ -75,8 +67,8 @@ def read_header(file: Path) -> Header:
 
 
 def read_index(directory: Path) -> dict[str, str]:
-    """{tensor: its file} of a checkpoint in shards; `OSError`, `ValueError` or `KeyError` if it has no such index."""
-    return json.loads((directory / INDEX).read_text())["weight_map"]
+    """{tensor: its file} of a checkpoint in shards; `BadInput` if it has no such index."""
+    return read_object(directory / INDEX, SHARD_INDEX)["weight_map"]
 
 
 def quantization_of(config: Any) -> dict:

@@ -9,7 +9,6 @@ cause. It also looks every `LOOK_S`: a collective that does not notice a dead pr
 
 import contextlib
 import ctypes
-import json
 import os
 import select
 import signal
@@ -18,9 +17,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kit.core.errors import BAD_INPUT, CHECK_FAILED, Followed, KitError, is_machine_fault
+from kit.core.errors import BAD_INPUT, CHECK_FAILED, BadInput, Followed, KitError, is_machine_fault
+from kit.core.file_kinds import FAILED
 from kit.core.progress import MACHINE, all_lines, forget, is_gone, launch_id, read_lines
 from kit.core.run_directory import RunDir, write_json
+from kit.core.run_files import read_object
 from kit.core.run_state import describe_error, record_failure
 
 LOOK_S = 5.0
@@ -77,12 +78,12 @@ class FirstCause:
         """Why another process of the run has failed or is gone; None if none has."""
         found = []
         for file in self.run.logs.glob("failed-*.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                left = json.loads(file.read_text())
+            with contextlib.suppress(BadInput, ValueError):  # gone meanwhile, or of no process of a run
+                left = read_object(file, FAILED)
                 if file != self.file and self._is_current(left["launch"], left["time"]):
                     rank = file.stem.removeprefix("failed-")
                     text = f"process {left['pid']}, rank {rank}: {left['error']}"
-                    how = int(left["exit_code"]), bool(left["is_machine"])
+                    how = left["exit_code"], left["is_machine"]
                     found.append((left["time"], Cause(text, *how, is_told=True)))
         if found:
             return min(found, key=lambda one: one[0])[1]

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kit.core.checksum import content_hash, read_lines
+from kit.core.checksum import content_hash
 from kit.core.errors import BadInput
+from kit.core.file_kinds import LEDGER
+from kit.core.run_files import is_there, read_lines
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,8 @@ def read_ledger(file: Path) -> list[Entry]:
 
     A truncated last line, as a full disk leaves it, belongs to a step that was not taken.
     """
-    entries = []
-    for number, row in enumerate(read_lines(file), 1):
-        step, ids = row.get("step"), row.get("problem_ids")
-        if not isinstance(step, int) or not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
-            raise BadInput(f"{file}:{number} is not an entry of a ledger: {str(row)[:80]!r}.")
-        entries.append(Entry(step, ids, row))
-    return entries
+    rows = read_lines(file, LEDGER, may_be_growing=True) if is_there(file) else []
+    return [Entry(row["step"], row["problem_ids"], row) for row in rows]
 
 
 def ledger_facts(file: Path, step: int) -> dict[str, Any]:

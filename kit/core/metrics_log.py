@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import itertools
-import json
 import math
 import os
 import statistics
@@ -12,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kit.core.checksum import without_checksum
 from kit.core.errors import BadInput
+from kit.core.file_kinds import COMPLETIONS, STEP
 from kit.core.run_directory import RunDir
+from kit.core.run_files import is_there, opened, parse_line
 from kit.core.run_state import DONE, INTERRUPTED, End, is_restarting, last_end, trainer_pid
 
 RECENT = 10  # steps counted as "recent" in the terminal, in the JSON summary and in the health rules
@@ -51,12 +51,11 @@ class MetricsLog:
 
     def poll(self) -> bool:
         """Read new lines; return whether steps were added or the file was replaced."""
-        try:
-            with open(self.path, "rb") as file:
-                changed = self._restart_if_replaced(file)
-                data = file.read()
-        except FileNotFoundError:
+        if not is_there(self.path):
             return False
+        with opened(self.path, STEP.fix) as file:
+            changed = self._restart_if_replaced(file)
+            data = file.read()
         self._offset += len(data)
         *lines, self._tail = (self._tail + data).split(b"\n")
         before = len(self.rows), self.rows[-1:]
@@ -90,23 +89,14 @@ class MetricsLog:
         self.rows.append(row)
 
 
-def read_json_line(text: str) -> Any:
-    """`json.loads` with integers that all fit a float: one of four hundred digits becomes infinite."""
-    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
-
-
 def read_completions(file: Path) -> list[dict]:
     """The whole lines of a `completions/step-*.jsonl` that hold a completion; empty if the file cannot be read."""
-    try:
-        lines = file.read_text(errors="replace").split("\n")[:-1]  # text after the last newline is still being written
-    except OSError:
-        return []
     rows = []
-    for line in lines:
-        with contextlib.suppress(json.JSONDecodeError, BadInput):
-            row = without_checksum(read_json_line(line), file)
-            if isinstance(row, dict) and isinstance(row.get("completion"), str):
-                rows.append(row)
+    with contextlib.suppress(BadInput), opened(file) as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError, BadInput):
+                if line.endswith(b"\n"):  # text after the last newline is still being written
+                    rows.append(parse_line(line, COMPLETIONS))
     return rows
 
 
@@ -117,15 +107,10 @@ def group(values: Any, key: str) -> dict:
 
 
 def _parse(line: bytes) -> dict | None:
-    text = line.decode(errors="replace")
     # A run that was killed mid-line and resumed leaves half a line followed by a whole one.
-    for start in (0, text.rfind('{"step"')):
-        try:
-            row = without_checksum(read_json_line(text[max(start, 0) :]), "a step")
-        except (json.JSONDecodeError, BadInput):
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and not isinstance(row["step"], bool):
-            return row
+    for start in (0, line.rfind(b'{"step"')):
+        with contextlib.suppress(ValueError, BadInput):
+            return parse_line(line[max(start, 0) :], STEP)
     return None
 
 

@@ -20,9 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.core import own_code
-from kit.core.checksum import read_lines, with_checksum, without_checksum
+from kit.core import file_kinds, own_code
+from kit.core.checksum import with_checksum
 from kit.core.errors import BadInput
+from kit.core.one_line import one_line
+from kit.core.run_files import is_directory, is_there, read_lines, read_object, read_optional
 
 if TYPE_CHECKING:
     from kit.core.config.schema import Config
@@ -76,21 +78,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_record(path: Path, value: dict) -> None:
-    """Write an object of the kit's own as `write_json` does, with a checksum that `read_json` compares."""
+    """Write an object of the kit's own as `write_json` does, with a checksum that its reader compares."""
     write_json(path, with_checksum(value))
-
-
-def read_json(path: Path) -> Any:
-    """Parse a JSON file and drop its checksum; raises a `BadInput` that names the file if it is missing, not JSON, or
-    not what `write_record` wrote."""
-    try:
-        return without_checksum(json.loads(Path(path).read_text()), path)
-    except FileNotFoundError:
-        raise BadInput(f"{path} does not exist.") from None
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:  # ValueError: also an integer of thousands of digits
-        raise BadInput(f"{path} is not JSON: {error}") from None
 
 
 @contextlib.contextmanager
@@ -230,9 +219,8 @@ def write_manifest(directory: Path, kind: str, **fields: Any) -> dict:
 
 
 def manifest_as_written(directory: Path) -> dict:
-    """The manifest of an artifact with nothing checked; {} if there is none."""
-    file = Path(directory) / MANIFEST
-    return read_json(file) if file.is_file() else {}
+    """The manifest of an artifact, whose files are not compared with it; {} if there is none."""
+    return read_optional(Path(directory) / MANIFEST, file_kinds.MANIFEST)
 
 
 def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) -> dict:
@@ -245,19 +233,17 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
     shards.
     """
     directory = Path(directory)
-    if not directory.is_dir():
+    if not is_directory(directory):
         beside = sorted(entry.parent.name for entry in directory.parent.glob(f"*/{MANIFEST}"))
         others = f" {directory.parent} has {', '.join(beside[-3:])}." if beside else ""
         raise BadInput(f"{directory} does not exist (seen from {Path.cwd()}).{others}")
-    if not (directory / MANIFEST).is_file():
+    if not is_there(directory / MANIFEST):
         if is_plain_adapter(directory):
             raise BadInput(_plain_adapter(directory))
         raise BadInput(f"{directory} has no {MANIFEST}: it was not written by this kit, or not completely.")
-    manifest = read_json(directory / MANIFEST)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise BadInput(f"{directory / MANIFEST} lists no files: it was not written by this kit.")
-    if kind is not None and manifest.get("kind") != kind:
-        raise BadInput(f"{directory} holds a {manifest.get('kind')!r}, expected a {kind!r}.")
+    manifest = read_object(directory / MANIFEST, file_kinds.MANIFEST)
+    if kind is not None and manifest["kind"] != kind:
+        raise BadInput(f"{directory} holds a {manifest['kind']!r:.40}, expected a {kind!r}.")
     if (named := NUMBERED.fullmatch(directory.name)) and manifest.get("step", int(named[2])) != int(named[2]):
         raise BadInput(
             f"{directory} holds what was written after step {manifest['step']}, by its manifest. Give the directory "
@@ -265,8 +251,10 @@ def read_manifest(directory: Path, kind: str | None = None, deep: bool = False) 
         )
     for name, listed in manifest["files"].items():
         file = directory / name
-        if not file.is_file():
-            raise BadInput(f"{directory} is not whole: {name} is missing.")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise BadInput(f"{directory / MANIFEST} lists {name!r:.60}, which is outside of {directory}.")
+        if not is_there(file):
+            raise BadInput(f"{directory} is not whole: {one_line(name, 80)} is missing.")
         if (size := file.stat().st_size) != listed["bytes"]:
             raise BadInput(f"{directory} is not whole: {name} has {size} bytes, its manifest says {listed['bytes']}.")
     if deep:
@@ -291,7 +279,7 @@ def _check_content(directory: Path, listed: dict[str, dict]) -> None:
 
 def is_plain_adapter(directory: Path) -> bool:
     """Whether a directory holds an adapter that peft, not a run of this kit, wrote."""
-    return (Path(directory) / "adapter_config.json").is_file() and not (Path(directory) / MANIFEST).is_file()
+    return is_there(Path(directory) / "adapter_config.json") and not is_there(Path(directory) / MANIFEST)
 
 
 def _plain_adapter(directory: Path) -> str:
@@ -365,9 +353,9 @@ class RunDir:
     def open(cls, path: str | Path, allow_own_code: bool = False) -> "RunDir":
         """Open an existing run; raises `BadInput` if `path` is not one."""
         run = cls(path, allow_own_code)
-        if not run.path.is_dir():
-            raise BadInput(f"no run directory at {run.path} (seen from {Path.cwd()}).")
-        if not run.config_file.is_file():
+        if not is_directory(run.path):
+            raise BadInput(f"no run directory at {one_line(str(run.path), 200)} (seen from {Path.cwd()}).")
+        if not is_there(run.config_file):
             raise BadInput(f"{run.path} has no config.json, so it is not a run directory.")
         return run
 
@@ -377,24 +365,29 @@ class RunDir:
         return shlex.quote(str(self.path))
 
     def config(self) -> dict:
-        """The resolved configuration, as nested dictionaries (`read_json(config.json)["config"]`).
+        """The resolved configuration, as nested dictionaries (`config` of config.json).
 
         The code that it names is held back from then on, or with `allow_own_code` trusted.
         """
-        values = read_json(self.config_file)["config"]
+        values = self.facts()["config"]
         if self.allow_own_code:
             own_code.trust(values)
         else:
             own_code.hold_back(values, self.config_file)
         return values
 
+    def facts(self) -> dict:
+        """The content of config.json: the configuration, versions, machine and hashes of the user's own code."""
+        return read_object(self.config_file, file_kinds.CONFIG)
+
     def base(self) -> dict:
         """Hash and storage of the frozen base (base.json)."""
-        return read_json(self.base_file)
+        return read_object(self.base_file, file_kinds.BASE)
 
     def metrics(self) -> list[dict]:
         """The rows of metrics.jsonl of a run that has ended; `metrics_log.MetricsLog` reads one that is growing."""
-        return list(read_lines(self.metrics_file))
+        is_begun = is_there(self.metrics_file)
+        return read_lines(self.metrics_file, file_kinds.METRICS, may_be_growing=True) if is_begun else []
 
     def merged_into(self, into: str) -> Path:
         """Directory of the checkpoints merged into the dequantized or the original base (`INTO`)."""

@@ -13,12 +13,16 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO
 
 from kit.core.errors import BAD_INPUT, BadInput, KitError, is_machine_fault
-from kit.core.run_directory import RunDir, read_json, write_json
+from kit.core.file_kinds import END as ENDED
+from kit.core.file_kinds import LOCK as HELD
+from kit.core.file_kinds import RESTARTS
+from kit.core.run_directory import RunDir, write_json
+from kit.core.run_files import opened, parse_line, read_object
 
 LOCK = ".lock"
 END = "end.json"
@@ -117,14 +121,14 @@ def last_end(run: RunDir) -> End | None:
     """
     if trainer_pid(run) is not None:
         return None
-    with contextlib.suppress(BadInput, OSError, TypeError, ValueError):
-        found = read_json(run.path / END)
-        return End(str(found["how"]), str(found["error"]), float(found["time"]), bool(found.get("is_machine")))
+    with contextlib.suppress(BadInput):
+        found = read_object(run.path / END, ENDED)
+        return End(found["how"], found["error"], found["time"], found.get("is_machine", False))
     try:
-        holder = json.loads((run.path / LOCK).read_text())
-        host, pid, began = holder["host"], int(holder["pid"]), holder["began"]
-    except (OSError, ValueError, KeyError, TypeError):
+        holder = read_object(run.path / LOCK, HELD)
+    except BadInput:
         return None
+    host, pid, began = (holder[key] for key in ("host", "pid", "began"))
     if host != socket.gethostname() or began is None or _began(pid) == began:
         return None
     return End(
@@ -187,14 +191,12 @@ def _record_end(run: RunDir, how: str, error: str, is_machine: bool = False) -> 
 
 def read_restarts(run: RunDir) -> list[Restarted]:
     """The lines of `restarts.jsonl`; those that are none are skipped."""
-    found = []
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        for line in run.restarts_file.read_text().splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-                row = json.loads(line)
-                numbers = int(row["step"]), float(row["time"]), int(row["pid"])
-                seconds = None if row["seconds"] is None else float(row["seconds"])
-                found.append(Restarted(str(row["what"]), str(row["why"]), *numbers, seconds))
+    found, names = [], [item.name for item in fields(Restarted)]
+    with contextlib.suppress(BadInput), opened(run.restarts_file) as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                row = parse_line(line, RESTARTS)
+                found.append(Restarted(**{key: row[key] for key in names if key in row}))
     return found
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kit.core.errors import BadInput, KitError
-from kit.core.run_directory import read_json
 from reward.own import imported_taking, source_hash
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def check_format(config: "Config", run: "RunDir") -> None:
     """Raise `BadInput` if the run to resume was started with another source of its function."""
     if run.replaces or not run.base_file.exists():
         return
-    before, now = read_json(run.config_file).get(RECORDED), format_hash(config).get(RECORDED)
+    before, now = run.facts().get(RECORDED), format_hash(config).get(RECORDED)
     if before != now:
         raise BadInput(
             f"--resume: the file of {KEY} {config.data.format!r} has changed since {run.path} was started (hash "

@@ -9,15 +9,14 @@ The first line has the facts of the measurement, every other one a problem:
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.core.checksum import read_lines
 from kit.core.errors import BadInput
-from kit.core.user_files import read_text
+from kit.core.file_kinds import MEASUREMENT, PASS_RATES
+from kit.core.run_files import read_lines
 from kit.data.problems import Problem
 
 if TYPE_CHECKING:
@@ -56,33 +55,12 @@ def read_pass_rates(path: str | Path) -> PassRates:
     """Read a file of pass rates; raises `BadInput` that names the line that is not one of it."""
     file = Path(path).expanduser()
     try:
-        read_text(file, MOST_BYTES)  # refused here if it is missing, too large or no text
-        rows = list(read_lines(file, is_complete=True))
+        rows = read_lines(file, PASS_RATES, first=MEASUREMENT)
     except BadInput as error:
-        raise BadInput(f"data.pass_rates: {error} Write it with {COMMAND}") from None
-    facts, rates = None, {}
-    for number, entry in enumerate(rows, 1):
-        try:
-            if facts is None:
-                facts = dict(entry["facts"])
-                continue
-            rates[str(entry["problem_id"])] = _share(entry["pass_rate"])
-        except (ValueError, KeyError, TypeError):
-            what = "the facts of a measurement" if facts is None else "a problem's pass rate"
-            raise BadInput(
-                f"data.pass_rates: {file}:{number} is not {what}: {str(entry)[:80]!r}. Write the file with {COMMAND}"
-            ) from None
-    if facts is None:
-        raise BadInput(f"data.pass_rates: {file} is empty. Write it with {COMMAND}")
-    return PassRates(facts, rates)
-
-
-def _share(value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not (math.isfinite(float(value)) and 0 <= value <= 1):
-        raise ValueError(value)
-    return float(value)
+        raise BadInput(f"data.pass_rates: {error}") from None
+    if not rows:
+        raise BadInput(f"data.pass_rates: {file} is empty. {MEASUREMENT.fix}")
+    return PassRates(rows[0]["facts"], {one["problem_id"]: one["pass_rate"] for one in rows[1:]})
 
 
 def select(problems: list[Problem], config: "Config") -> tuple[list[Problem], list[str]]:

@@ -8,8 +8,8 @@ from typing import Any
 from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput
-from kit.core.run_directory import read_json
-from kit.core.user_files import open_file
+from kit.core.file_kinds import POINTS
+from kit.core.run_files import read_object
 from kit.plan import memory
 from kit.plan.decoder import Shape
 from kit.plan.gpus import CARDS, recognize
@@ -121,11 +121,10 @@ def compare(points: dict) -> list[Row]:
 
 def check(path: str, as_json: bool) -> int:
     """Print predicted, measured and error; return 1 if one is off by more than 10 %."""
-    with open_file(path, "file of points"):  # not a pipe, which would be waited for
-        points = read_json(Path(path))
+    points = read_object(Path(path), POINTS)
     try:
         rows = compare(points)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise BadInput(f"{path} is not what bench/memory_points.py writes: {error!r}") from None
     if not rows:
         raise BadInput(f"{path} holds no measured point.")

@@ -12,16 +12,17 @@ from pathlib import Path
 from kit.core import lora
 from kit.core.checkpoint_files import read_header
 from kit.core.errors import BadInput
+from kit.core.file_kinds import ADAPTER_CONFIG
 from kit.core.run_directory import (
     check_adapter_file,
     file_hash,
     is_plain_adapter,
     publish,
-    read_json,
     read_manifest,
     write_json,
     write_manifest,
 )
+from kit.core.run_files import read_object
 from kit.weights.wrapped import language_name
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -43,11 +44,7 @@ def adapter_facts(directory: Path) -> dict:
 
 def read_plain(directory: Path) -> dict:
     """Return the adapter_config.json of a plain adapter; `BadInput` if the kit cannot use the adapter."""
-    config = read_json(directory / CONFIG)
-    if not isinstance(config, dict):
-        raise BadInput(
-            f"{directory / CONFIG} holds {config!r:.40}, not an adapter's settings. Save the adapter again."
-        )
+    config = read_object(directory / CONFIG, ADAPTER_CONFIG)
     if why := lora.reasons(config):
         raise BadInput(f"{directory} is not an adapter that this kit can use: {'; '.join(why)}.")
     if beside := _weights_beside(directory):
@@ -62,9 +59,6 @@ def read_plain(directory: Path) -> dict:
             f"{directory} has {CONFIG} and no {WEIGHTS}: it is no whole adapter. Save it again; shards of FSDP have "
             "to be merged by the program that wrote them."
         )
-    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
-    if odd := [rank for rank in ranks if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1]:
-        raise BadInput(f"{directory / CONFIG}: r or rank_pattern holds {odd[0]!r}, and a rank is a number from 1 on.")
     patterns = [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
     if odd := [pattern for pattern in patterns if "language_model" in pattern]:
         raise BadInput(
@@ -101,7 +95,7 @@ def factor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 def named_base(directory: Path) -> str | None:
     """Name of the base in an adapter's adapter_config.json; None if it has none."""
-    return read_json(Path(directory) / CONFIG).get("base_model_name_or_path") or None
+    return read_object(Path(directory) / CONFIG, ADAPTER_CONFIG).get("base_model_name_or_path") or None
 
 
 def is_four_bit(name: str) -> bool:

@@ -14,6 +14,7 @@ from kit.core.config import expert_rules
 from kit.core.config.schema import Config, PolicyConfig
 from kit.core.config.sharding_rules import announced
 from kit.core.errors import BadInput, CheckFailed
+from kit.core.file_kinds import ADAPTER_CONFIG
 from kit.core.format_names import read_quant_format
 from kit.core.formats import find_experts
 from kit.core.lora import EXPERT_PARAMETERS, expert_parameter, expert_wrappers, scale_of
@@ -22,11 +23,11 @@ from kit.core.run_directory import (
     file_hash,
     is_plain_adapter,
     publish,
-    read_json,
     read_manifest,
     write_manifest,
     write_record,
 )
+from kit.core.run_files import read_object
 from kit.policy import stop_texts
 from kit.policy.adapter_files import (
     PREFIX,
@@ -327,7 +328,7 @@ def check_init_layers(config: Config, model_config: "PreTrainedConfig") -> None:
     directory = config.policy.init_adapter
     if directory is None:
         return
-    facts, found = read_json(Path(directory) / "adapter_config.json"), factor_shapes(Path(directory))
+    facts, found = read_object(Path(directory) / "adapter_config.json", ADAPTER_CONFIG), factor_shapes(Path(directory))
     if wrapper_of(model_config):
         found = {language_key(name): shape for name, shape in found.items()}
     expected, scales = _adapter_outline(config, model_config)

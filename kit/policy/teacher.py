@@ -9,7 +9,6 @@
 """
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +17,10 @@ from kit.core.checkpoint_files import from_files, read_header
 from kit.core.config.distill_rules import is_own_model
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
+from kit.core.file_kinds import ADAPTER_CONFIG, BASE_HASH
 from kit.core.lora import scale_of
-from kit.core.run_directory import RunDir, base_directory, read_json
+from kit.core.run_directory import RunDir, base_directory
+from kit.core.run_files import read_object
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.adapter_files import PREFIX, adapter_facts
 from kit.policy.load import adapted_layers, check_same_base, load_stored
@@ -66,7 +67,7 @@ def _known_base(config: Config, run: RunDir) -> tuple[str, str] | None:
     own = [] if run.replaces else [run.base_file]
     for file in (*own, base_directory(config) / "base.json"):
         if file.is_file():
-            return read_json(file)["hash"], str(file)
+            return read_object(file, BASE_HASH)["hash"], str(file)
     if config.policy.init_adapter:
         theirs = adapter_facts(Path(config.policy.init_adapter))["base_hash"]
         return (theirs, config.policy.init_adapter) if theirs else None
@@ -180,7 +181,7 @@ def _read_adapter(student: "torch.nn.Module", directory: Path) -> "list[tuple[to
     into B, so that the student's own scaling gives the teacher's s·B·A even if rank or alpha differ."""
     from safetensors.torch import load_file
 
-    facts = json.loads((directory / "adapter_config.json").read_text())
+    facts = read_object(directory / "adapter_config.json", ADAPTER_CONFIG)
     tensors, found = load_file(directory / "adapter_model.safetensors"), []
     for name, module in student.get_base_model().named_modules():
         if "default" not in getattr(module, "lora_A", {}):

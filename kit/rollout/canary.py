@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kit.core.errors import BadInput
-from kit.core.run_directory import read_json, write_json
+from kit.core.file_kinds import CANARY
+from kit.core.run_directory import write_json
+from kit.core.run_files import read_object
 
 # The adapter's own shift must be this many times the noise before a replica counts as nearer to one side.
 DECISIVE = 2.0
@@ -119,13 +120,10 @@ def write_canary(
 
 def read_canary(path: Path) -> dict:
     """Read what `write_canary` wrote, with scores as arrays; `BadInput` if there is none."""
-    facts = read_json(path)
-    try:
-        for name in ("policy", "base"):
-            facts[name] = [np.asarray(one, dtype=np.float32) for one in facts[name]]
-        return {name: facts[name] for name in ("session", "version", "way", "sequences", "policy", "base")}
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"{path} is no canary of this kit: {type(error).__name__}: {error}.") from None
+    facts = read_object(path, CANARY)
+    for name in ("policy", "base"):
+        facts[name] = [np.asarray(one, dtype=np.float32) for one in facts[name]]
+    return {name: facts[name] for name in ("session", "version", "way", "sequences", "policy", "base")}
 
 
 def _list(scores: np.ndarray) -> list[float]:

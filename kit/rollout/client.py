@@ -17,8 +17,10 @@ from kit.core.config.checks import is_main_process
 from kit.core.config.format_rules import served_format
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput, CheckFailed, KitError, failure_of
+from kit.core.file_kinds import BASE_HASH, SHARED_BASE
 from kit.core.limits import VLLM_BELOW, VLLM_FROM
-from kit.core.run_directory import RunDir, base_directory, read_json
+from kit.core.run_directory import RunDir, base_directory
+from kit.core.run_files import read_object
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.gpu_memory import free_gpu_cache
 from kit.rollout.episodes import EpisodeResult, EpisodeRunner
@@ -75,7 +77,7 @@ class ServerRollout:
             raise BadInput("\n".join(faults))
         for file in (self.run.base_file, base_directory(self.config) / "base.json"):
             if file.is_file():
-                self.check_base(read_json(file)["hash"], str(file))
+                self.check_base(read_object(file, BASE_HASH)["hash"], str(file))
                 break
         self._may_be_asleep = any(info["asleep"] for info in self._infos.values())
         if (product := self.product) and product.startswith(W8A16) and is_main_process():
@@ -120,8 +122,8 @@ class ServerRollout:
                 f"with this config ({START}), or set server.share_base to false."
             ) from None
         try:
-            described = read_json(file)
-        except (BadInput, OSError):
+            described = read_object(file, SHARED_BASE)
+        except BadInput:
             raise BadInput(
                 f"{file}, in which {replica.url} says where its base is, cannot be read here. Trainer and server must "
                 "run on one machine, as one user; else set server.share_base to false."

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json, write_json
+from kit.core.file_kinds import RESTART_REQUEST
+from kit.core.run_directory import RunDir, write_json
+from kit.core.run_files import read_object
 
 WAIT_S = "GRPO_KIT_RESTART_WAIT_S"
 
@@ -42,13 +44,12 @@ def take_request(run: RunDir, url: str) -> Request | None:
     file = _file(run, url)
     if not file.is_file():
         return None
-    with contextlib.suppress(BadInput, OSError, TypeError, KeyError, ValueError):
-        found = read_json(file)
-        request = Request(int(found["pid"]), str(found["reason"]))
-        file.unlink(missing_ok=True)
-        return request
+    request = None
+    with contextlib.suppress(BadInput):
+        found = read_object(file, RESTART_REQUEST)
+        request = Request(found["pid"], found["reason"])
     file.unlink(missing_ok=True)
-    return None
+    return request
 
 
 def _file(run: RunDir, url: str) -> Path:

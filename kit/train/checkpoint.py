@@ -14,8 +14,8 @@ from typing import Any
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 
-from kit.core.checksum import read_lines
 from kit.core.errors import BadInput, MachineFailed, is_failed_torch_save
+from kit.core.file_kinds import METRICS
 from kit.core.ledger import check_ledger, ledger_facts
 from kit.core.run_directory import (
     RunDir,
@@ -25,6 +25,7 @@ from kit.core.run_directory import (
     settle,
     write_manifest,
 )
+from kit.core.run_files import read_lines
 from kit.train.record import drop_steps_after, note_resume
 
 SAVE_ERRORS = (OSError, RuntimeError, SafetensorError)
@@ -122,7 +123,8 @@ def rewind(run: RunDir, checkpoint: Path, **facts: Any) -> int:
     damaged or the ledger is not the checkpoint's."""
     step = checkpoint_step(checkpoint)
     check_ledger(run.ledger_file, manifest_as_written(checkpoint), checkpoint)
-    list(read_lines(run.metrics_file))  # refused before anything is removed
+    if run.metrics_file.exists():
+        read_lines(run.metrics_file, METRICS, may_be_growing=True)  # refused before anything is removed
     note_resume(run, step, **facts)
     for path in (run.metrics_file, run.ledger_file):
         drop_steps_after(path, step)

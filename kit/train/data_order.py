@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from kit.core.config.checks import is_main_process
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json, write_record
+from kit.core.file_kinds import DATA, TRAINER_STATE
+from kit.core.run_directory import RunDir, write_record
+from kit.core.run_files import read_object
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,7 +30,7 @@ def skip_passes(sampler: "Sampler", passes: int) -> None:
 
 def passes_made(checkpoint: Path) -> int:
     """Whole passes over the data up to a checkpoint."""
-    return int(read_json(checkpoint / "trainer_state.json")["epoch"])
+    return int(read_object(checkpoint / "trainer_state.json", TRAINER_STATE)["epoch"])
 
 
 def _facts(dataset: "Dataset") -> dict[str, int | str]:
@@ -42,7 +44,7 @@ def check_problems(run: RunDir, dataset: "Dataset") -> None:
     record: in a new run, and in one of a version that wrote none."""
     if run.replaces or not run.data_file.exists():
         return
-    before, now = read_json(run.data_file), _facts(dataset)
+    before, now = read_object(run.data_file, DATA), _facts(dataset)
     if before != now:
         raise BadInput(
             f"--resume: {run.path} was started on {before['problems']:,} training problems, and the "

@@ -15,13 +15,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kit.core.checksum import line_of, read_lines
+from kit.core.checksum import line_of
 from kit.core.config.load import to_dict
 from kit.core.config.schema import Config
 from kit.core.errors import failure_of
+from kit.core.file_kinds import METRICS, STEP
 from kit.core.installed import installed_versions
 from kit.core.ledger import read_ledger
 from kit.core.run_directory import RunDir, write_record
+from kit.core.run_files import read_lines
 from kit.data.own_format import format_hash
 from kit.environments.load import source_hashes
 from reward import function_of, is_own
@@ -102,7 +104,7 @@ def drop_steps_after(path: Path, step: int) -> None:
     line is damaged."""
     if not path.exists():
         return
-    kept = [line_of(row) for row in read_lines(path) if isinstance(row.get("step"), int) and row["step"] <= step]
+    kept = [line_of(row) for row in read_lines(path, STEP, may_be_growing=True) if row["step"] <= step]
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(f"{line}\n" for line in kept))
     os.replace(temporary, path)
@@ -130,7 +132,7 @@ def add_counts(parts: Iterable[dict[str, dict[str, int]]]) -> dict[str, dict[str
 
 def unknown_so_far(metrics_file: Path) -> dict[str, dict[str, int]]:
     """`unknown_rewards` of the last step of a metrics file whose lines are all complete; empty if it has none."""
-    rows = list(read_lines(metrics_file))
+    rows = read_lines(metrics_file, METRICS, may_be_growing=True) if metrics_file.exists() else []
     return rows[-1].get("unknown_rewards") or {} if rows else {}
 
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from kit.core.errors import BadInput
+from kit.core.file_kinds import REPLAYED
+from kit.core.run_files import read_object
 from kit.rollout.policy_view import Processes
 from kit.train.resampling import Drawn
 
@@ -115,7 +116,5 @@ class Replay:
 
     def read(self, checkpoint: Path) -> None:
         """Continue with the groups of a checkpoint; `BadInput` if it has none."""
-        try:
-            self.kept = [KeptGroup(**one) for one in json.loads((checkpoint / FILE).read_text())]
-        except (OSError, ValueError, TypeError) as error:
-            raise BadInput(f"{checkpoint / FILE} cannot be read: {error}. Resume from another checkpoint.") from None
+        groups = read_object(checkpoint / FILE, REPLAYED)
+        self.kept = [KeptGroup(one["step"], one["rows"], one["rewards"]) for one in groups]

@@ -12,7 +12,8 @@ import torch
 
 from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput
-from kit.core.run_directory import read_json
+from kit.core.file_kinds import MODEL_CONFIG
+from kit.core.run_files import read_object
 from kit.weights.checkpoint import checkpoint_shards, read_tensor
 from kit.weights.wrapped import language_name
 
@@ -32,7 +33,7 @@ class StoredWeights:
         from compressed_tensors.quantization import QuantizationConfig
 
         self.directory = Path(directory)
-        settings = quantization_of(read_json(self.directory / "config.json"))
+        settings = quantization_of(read_object(self.directory / "config.json", MODEL_CONFIG))
         if settings.get("quant_method") != "compressed-tensors":
             raise BadInput(
                 f"{directory} is stored as {settings.get('quant_method')}; only compressed-tensors weights are read."

@@ -358,7 +358,7 @@ def is_whole_model(folder: Path) -> bool:
         return False
     try:
         return all((folder / file).is_file() for file in set(read_index(folder).values()))
-    except (OSError, ValueError, KeyError):
+    except BadInput:
         return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 

@@ -11,9 +11,11 @@ from kit.core.config.recipe import PLAIN, recipe_of
 from kit.core.config.schema import Config
 from kit.core.config.trl_rules import FLOOR_FIELD
 from kit.core.errors import BadInput
+from kit.core.file_kinds import MODEL_CONFIG
 from kit.core.formats import find_experts
 from kit.core.limits import MOST_GPUS, MOST_NODES, SERVED_RANKS
-from kit.core.run_directory import base_directory, read_json
+from kit.core.run_directory import base_directory
+from kit.core.run_files import read_object
 from reward import MODELS, is_own
 
 # TRL's losses by verl's aggregation mode (trl.trainer.grpo_trainer, verl.trainer.ppo.core_algos.agg_loss).
@@ -163,7 +165,7 @@ def _impossible(config: Config, cluster: Cluster, processes: int) -> list[str]:
 def _experts(config: Config) -> str:
     """What `find_experts` says of a local model; empty for one on the hub, whose configuration is not read here."""
     file = Path(config.model.path or "") / "config.json"
-    return find_experts(read_json(file)) if config.model.path and file.is_file() else ""
+    return find_experts(read_object(file, MODEL_CONFIG)) if config.model.path and file.is_file() else ""
 
 
 def _alpha(config: Config) -> float:

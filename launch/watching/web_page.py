@@ -8,7 +8,7 @@ from typing import Any
 from kit.core.errors import BadInput
 from kit.core.health import alerts
 from kit.core.metrics_log import RECENT, MetricsLog, group, mean, progress, series
-from kit.core.run_directory import RunDir, read_json
+from kit.core.run_directory import RunDir
 from launch.templates import render
 from launch.watching import plot
 from launch.watching.compare import common_step, compared
@@ -70,7 +70,7 @@ def _method(rows: Sequence[dict]) -> str:
 def _facts(run: RunDir) -> str:
     """Model, hardware and versions; empty if config.json has none."""
     try:
-        recorded = read_json(run.config_file)
+        recorded = run.facts()
     except BadInput:
         return ""
     config, machine = group(recorded, "config"), group(recorded, "machine")
@@ -80,7 +80,7 @@ def _facts(run: RunDir) -> str:
         loss = f"cross-entropy of {rows}"
     elif not (distill.get("teacher") or distill.get("teacher_adapter")):
         loss = train.get("loss") or train.get("loss_type")
-    revision = recorded.get("git_revision") if isinstance(recorded, dict) else None
+    revision = recorded.get("git_revision")
     shown = [
         model.get("path") or model.get("id"),
         f"{loss}, learning rate {train.get('learning_rate')}" if "loss_type" in train else None,

@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from kit.core.progress import state_of
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from kit.core.run_state import trainer_pid
 from tests import processes
 

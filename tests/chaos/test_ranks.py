@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from kit.core.progress import read_lines
-from kit.core.run_directory import RunDir, read_json
+from kit.core.run_directory import RunDir
+from kit.core.run_files import read_json
 from kit.core.run_state import END
 from tests import processes
 from tests.chaos.test_kill import COMPARED, wait_for

@@ -10,7 +10,8 @@ import pytest
 from safetensors.torch import load_file
 
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from kit.core.run_state import read_restarts, trainer_pid
 from kit.rollout.replica import Replica
 from tests import processes

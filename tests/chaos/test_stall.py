@@ -9,7 +9,8 @@ import sys
 import psutil
 from safetensors.torch import load_file
 
-from kit.core.run_directory import RunDir, read_json
+from kit.core.run_directory import RunDir
+from kit.core.run_files import read_json
 from kit.core.run_state import last_end, trainer_pid
 from tests import processes
 from tests.chaos.test_kill import COMPARED, wait_for

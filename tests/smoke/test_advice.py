@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from kit.core.config.load import config_from_dict
-from kit.core.run_directory import RunDir, read_json, write_json
+from kit.core.run_directory import RunDir, write_json
+from kit.core.run_files import read_json
 from launch import up
 from tests.conftest import run_here
 from tests.unit.advice import commands

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kit.core.run_directory import read_json
+from kit.core.run_files import read_json
 
 
 @pytest.mark.parametrize("compute", ["fused", "fp8"])

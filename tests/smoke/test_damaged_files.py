@@ -18,11 +18,12 @@ import pytest
 from eval.cells import read_records
 from eval.result import read_result
 from eval.run import main as evaluate
-from kit.core.checksum import read_lines
 from kit.core.config.load import config_from_dict
 from kit.core.errors import BadInput
+from kit.core.file_kinds import COMPLETIONS, METRICS
 from kit.core.ledger import check_ledger, read_ledger
-from kit.core.run_directory import MANIFEST, RunDir, read_json, read_manifest
+from kit.core.run_directory import MANIFEST, RunDir, read_manifest
+from kit.core.run_files import read_json, read_lines
 from kit.data.pass_rates import read_pass_rates
 from kit.policy.adapter_files import adapter_facts
 from launch.vllm_command import check_base
@@ -87,8 +88,8 @@ def whole(tmp_path_factory, tiny_run) -> Whole:
         "eval records": Kind(sorted((run.path / "eval").glob("*.jsonl")), read_records),
         "eval headers": Kind(sorted((run.path / "eval").glob("*.meta.json")), read_json),
         "ledger": Kind([run.ledger_file], read_checked_ledger),
-        "metrics": Kind([run.metrics_file], lambda file: list(read_lines(file))),
-        "completions": Kind(sorted(run.completions.glob("*.jsonl")), lambda file: list(read_lines(file))),
+        "metrics": Kind([run.metrics_file], lambda file: read_lines(file, METRICS, True)),
+        "completions": Kind(sorted(run.completions.glob("*.jsonl")), lambda file: read_lines(file, COMPLETIONS, True)),
         "pass rates": Kind([rates], read_pass_rates),
     }
     return Whole(run, kinds, artifacts, readers)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from kit.weights.hashing import hash_tensor
 from merge.__main__ import main
 from tests.conftest import run_here

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kit.core.config.recipe import DISTILLATION
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from kit.policy.load import publish_adapter
 
 LOG_LINE = re.compile(

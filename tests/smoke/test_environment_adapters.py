@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from kit.core.run_directory import RunDir, read_json
+from kit.core.run_directory import RunDir
+from kit.core.run_files import read_json
 from tests import processes, sandbox
 
 KEYS = {

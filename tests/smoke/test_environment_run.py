@@ -5,7 +5,8 @@ import shutil
 import pytest
 import torch
 
-from kit.core.run_directory import RunDir, read_json
+from kit.core.run_directory import RunDir
+from kit.core.run_files import read_json
 from kit.train.step import StepTally
 from tests.unit.episode_cases import HERE
 

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json
+from kit.core.run_directory import RunDir
+from kit.core.run_files import read_json
 from merge.chat_template import with_defaults
 from tests import processes
 from tests.conftest import run_here

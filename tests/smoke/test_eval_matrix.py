@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from eval import page
-from kit.core.run_directory import MANIFEST, RunDir, publish, read_json, read_manifest, write_json, write_manifest
+from kit.core.run_directory import MANIFEST, RunDir, publish, read_manifest, write_json, write_manifest
+from kit.core.run_files import read_json
 from tests import processes, sandbox
 from tests.conftest import ROOT
 from tests.unit.merge_fixture import byte_tokenizer

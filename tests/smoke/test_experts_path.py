@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from tests.conftest import CONFIG, Finished, make_base, run_here
 
 FORMATS = ("bf16", "fp8", "w4a16", "nvfp4a16")

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
 from kit.core.errors import CheckFailed
-from kit.core.run_directory import RunDir, read_json, write_manifest
+from kit.core.run_directory import RunDir, write_manifest
+from kit.core.run_files import read_json
 from kit.train.mismatch import KEYS as MISMATCH
 from tests import processes
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from kit.core.config.load import load_config
 from kit.core.config.recipe import PLAIN
 from kit.core.config.recipe import QUANTIZED as RECIPE
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from kit.plan.placement import Placement
 from launch.starting.trainer_command import choose_launcher, trainer_command
 from tests.conftest import SMALL

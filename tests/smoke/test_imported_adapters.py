@@ -10,7 +10,8 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from merge.__main__ import main
 from tests.unit.merge_fixture import read_all
 from tests.unit.test_merge_fold import assert_rounded_once

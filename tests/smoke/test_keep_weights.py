@@ -2,7 +2,7 @@
 
 import pytest
 
-from kit.core.run_directory import read_json
+from kit.core.run_files import read_json
 
 CLOCKS = {"time", "seconds", "peak_gib", "rollout_tokens_per_s", "update_tokens_per_s"}
 

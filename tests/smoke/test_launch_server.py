@@ -18,7 +18,8 @@ import requests
 import torch
 from safetensors.numpy import save
 
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from kit.rollout.canary import write_canary
 from kit.rollout.client import ServerRollout
 from kit.rollout.replica import Replica, ReplicaError

@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import RunDir, read_json, read_manifest, write_json, write_manifest
+from kit.core.run_directory import RunDir, read_manifest, write_json, write_manifest
+from kit.core.run_files import read_json
 from kit.weights import shards
 from merge.__main__ import main
 from tests import processes

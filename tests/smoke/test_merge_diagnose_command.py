@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json, read_manifest, write_json, write_manifest
+from kit.core.run_directory import RunDir, read_manifest, write_json, write_manifest
+from kit.core.run_files import read_json
 from kit.weights.frozen_base import BaseCheckpoint
 from merge.__main__ import main
 from merge.merge import read_adapter

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from kit.core.run_directory import read_json
+from kit.core.run_files import read_json
 from kit.weights.write_base import plan_base
 from tests import processes
 from tests.unit.merge_fixture import shared_model

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from recipes.quickstart import judging_steps, summary
 from tests.conftest import ROOT, Finished, make_base, run_here
 

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from recipes.real_base import SMOLLM2, fetch, sha256
 from tests.conftest import Finished, run_here
 

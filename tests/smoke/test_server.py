@@ -19,7 +19,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from kit.policy.stop_texts import StopTexts
 from kit.rollout.canary import read_canary
 from kit.rollout.replica import Replica, ReplicaError

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import requests
 
-from kit.core.run_directory import RunDir, read_json, read_manifest, write_manifest
+from kit.core.run_directory import RunDir, read_manifest, write_manifest
+from kit.core.run_files import read_json
 from kit.rollout.replica import Replica
 from tests import processes
 from tests.conftest import ROOT

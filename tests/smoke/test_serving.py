@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kit.core.run_directory import read_json
+from kit.core.run_files import read_json
 from tests import processes
 from tests.unit.merge_fixture import shared_run
 

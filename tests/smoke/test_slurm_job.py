@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kit.core.config.load import load_config
-from kit.core.run_directory import read_json
+from kit.core.run_files import read_json
 from launch.slurm.script import Job, write_script
 from tests import processes
 from tests.smoke.slurm_cluster import ROOT, Cluster, words_of

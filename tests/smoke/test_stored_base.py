@@ -7,7 +7,8 @@ import pytest
 from safetensors.torch import load_file
 
 from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from merge.__main__ import main as merge
 from tests.conftest import SMALL
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kit.core.config.recipe import QUANTIZED
-from kit.core.run_directory import RunDir, read_json
+from kit.core.run_directory import RunDir
+from kit.core.run_files import read_json
 from tests import processes
 from tests.unit.merge_fixture import read_all
 from tests.unit.wrapped_models import FAMILIES, load_whole, make_wrapped

@@ -18,10 +18,12 @@ from fastapi import FastAPI
 from safetensors.numpy import save, save_file
 from starlette.testclient import TestClient
 
+from kit.core.file_kinds import MANIFEST
 from kit.rollout.protocol import decode_floats, encode_ids
 from kit.rollout.server import endpoint
 from kit.rollout.server.adapter_roots import ROOTS
 from kit.rollout.server.private_files import PrivateFiles
+from tests.unit.filled import filled
 
 HASH = "ab" * 32
 ADDRESS = "http://127.0.0.1"
@@ -39,7 +41,7 @@ def write_base(folder: Path, nf4: bool = True) -> Path:
         "model.norm.weight": np.zeros(6, np.float32),
     }
     save_file(tensors, folder / "model.safetensors")
-    (folder / "manifest.json").write_text(json.dumps({"base_hash": HASH}))
+    (folder / "manifest.json").write_text(json.dumps(filled(MANIFEST, {"base_hash": HASH})))
     if nf4:
         (folder / "nf4").mkdir()
         (folder / "nf4" / "index.json").write_text("{}")

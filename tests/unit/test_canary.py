@@ -81,7 +81,7 @@ def test_lengths_that_differ_are_an_error():
 
 def test_a_file_that_is_no_canary_is_named(tmp_path):
     (tmp_path / "canary.json").write_text('{"session": "a", "policy": [[1]], "base": [["x"]]}')
-    with pytest.raises(BadInput, match="is no canary of this kit"):
+    with pytest.raises(BadInput, match="is not a canary of this kit: version is missing"):
         read_canary(tmp_path / "canary.json")
 
 

@@ -17,7 +17,8 @@ from kit.core import chat
 from kit.core.config.load import config_from_dict, load_config, to_dict
 from kit.core.config.schema import ServerConfig
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
+from kit.core.run_directory import RunDir, read_manifest, write_json
+from kit.core.run_files import read_json
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.data.problems import Problem, chat_messages, load_problems, prompt_lengths
 from kit.policy.load import load_tokenizer

@@ -14,7 +14,8 @@ from kit.core.config.run_checks import FREE_ON_RESUME, check_run_directory
 from kit.core.config.schema import Config
 from kit.core.config.shared_gpu import describe_split, replicas_beside_trainer, split_fault
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json, write_json, write_manifest
+from kit.core.run_directory import RunDir, write_json, write_manifest
+from kit.core.run_files import read_json
 from kit.core.run_state import lock_run
 from tests.unit.test_accelerate_configs import announces
 

@@ -8,7 +8,8 @@ import pytest
 from eval import gate
 from eval.run import main
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json
+from kit.core.run_directory import RunDir
+from kit.core.run_files import read_json
 from tests.unit.test_merge_imported import peft_adapter
 
 FEW = ["--formats", "bf16", "--eval.max_new_tokens", "4", "--eval.bootstrap_samples", "100"]

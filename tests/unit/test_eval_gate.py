@@ -14,16 +14,8 @@ from eval.problems import held_out, problems_hash
 from eval.result import measurement
 from kit.core.config.load import config_from_dict
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import (
-    MANIFEST,
-    RunDir,
-    file_hash,
-    publish,
-    read_json,
-    read_manifest,
-    write_json,
-    write_manifest,
-)
+from kit.core.run_directory import MANIFEST, RunDir, file_hash, publish, read_manifest, write_json, write_manifest
+from kit.core.run_files import read_json
 from kit.data.problems import load_problems
 
 CELL = {"n": 300, "undecided": 0, "parse_rate": 1.0, "prompt_leak_rate": 0.0, "end_of_turn_rate": 1.0}

@@ -32,12 +32,12 @@ from kit.core.run_directory import (
     RunDir,
     file_hash,
     publish,
-    read_json,
     read_manifest,
     write_json,
     write_manifest,
     write_record,
 )
+from kit.core.run_files import read_json
 from kit.data.leaks import find_leaks
 from kit.data.problems import Problem, load_problems
 from kit.train.record import Recorder

@@ -14,7 +14,8 @@ from eval.record import Record, as_rows
 from eval.score import summarize
 from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import MANIFEST, RunDir, file_hash, read_json, write_record
+from kit.core.run_directory import MANIFEST, RunDir, file_hash, write_record
+from kit.core.run_files import read_json
 from kit.data.problems import Problem
 from tests import sandbox
 

@@ -17,7 +17,8 @@ from eval.artifacts import artifact_hash
 from eval.document import Bullets, Commands, Document, Missing, Section, Table, Text, to_html, to_markdown
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS
-from kit.core.run_directory import RunDir, read_json, write_json, write_manifest
+from kit.core.run_directory import RunDir, write_json, write_manifest
+from kit.core.run_files import read_json
 
 HOSTILE = (
     "</td><script>alert('x')</script><img src=x onerror=alert(1)> a|b ![p](http://evil.example/x) `c` \x00\x1b[31m"
@@ -188,6 +189,15 @@ def full(tmp_path_factory) -> RunDir:
     (run.path / "eval").mkdir()
     for policy, correct in (("base", False), ("grpo", True)):
         row = {"completion": f"{policy} says {HOSTILE}", "gold": "8", "correct": correct}
+        row |= {
+            "tokens": 9,
+            "ended": True,
+            "hit_max_tokens": False,
+            "parsed": True,
+            "answer": "8",
+            "prompt_leak": False,
+        }
+        row |= {"correct_strict": None}
         rows = [{"problem_id": f"p{n}", "sample": k, **row} for n in range(5) for k in range(2)]
         (run.path / "eval" / f"{policy}-fp8.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert report_page.main(["--run", str(run.path)]) == 0

@@ -12,7 +12,8 @@ import pytest
 from eval import serving, vllm_log
 from eval.serving_client import Timing, closed_loop, make_prompts, summarize, vocabulary
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import read_json, write_json, write_manifest
+from kit.core.run_directory import write_json, write_manifest
+from kit.core.run_files import read_json
 from launch.replicas import started_at
 from launch.vllm_command import Installed, Plan
 from tests import processes

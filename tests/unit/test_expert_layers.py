@@ -17,9 +17,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bench.random_adapter import random_adapter, save_adapters
+from kit.core.file_kinds import BASE
 from kit.rollout.server import remerge
 from kit.rollout.server.adapter_check import Refused, Room, adapted_modules, check, read_adapter
 from kit.weights.nf4 import block_maxima, dequantize_with, quantize_weight
+from tests.unit.filled import filled
 from tests.unit.test_remerge_workers import LinearBase, Worker, stand_ins  # noqa: F401
 
 EXPERTS, HIDDEN, INNER, MODULE = 4, 128, 256, "model.layers.0.mlp.experts"
@@ -92,7 +94,7 @@ def write_base(folder: Path) -> dict[str, torch.Tensor]:
     router = "model.layers.0.mlp.gate"
     facts = {"quantization": {"type": "nf4"}, "quantized": [name.removesuffix(".weight") for name in NAMES]}
     facts["tensors"] = dict.fromkeys([*NAMES, f"{router}.weight"], "a hash")
-    (folder / "base.json").write_text(json.dumps(facts))
+    (folder / "base.json").write_text(json.dumps(filled(BASE, facts)))
     return weights
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kit.core.progress import MACHINE, read_lines
-from kit.core.run_directory import RunDir, read_json, write_json
+from kit.core.run_directory import RunDir, write_json
+from kit.core.run_files import read_json
 from kit.core.run_state import END
 from tests import processes
 from tests.conftest import ROOT

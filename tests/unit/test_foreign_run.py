@@ -15,7 +15,8 @@ from kit.core.config.run_checks import check_run_directory
 from kit.core.config.schema import EnvironmentConfig
 from kit.core.errors import BadInput
 from kit.core.own_code import FLAG, OwnCodeHeldBack
-from kit.core.run_directory import RunDir, read_json, write_json
+from kit.core.run_directory import RunDir, write_json
+from kit.core.run_files import read_json
 from kit.environments.load import load_environment
 from tests.conftest import CONFIG, run_here
 from tests.unit.merge_fixture import shared_folder, shared_run

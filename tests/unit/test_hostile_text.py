@@ -15,9 +15,11 @@ from rich.markdown import Markdown
 
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, run_command
+from kit.core.file_kinds import BASE, EVALUATION
 from kit.core.metrics_log import MetricsLog
 from kit.core.one_line import in_comment, in_markdown, one_line, printable
-from kit.core.run_directory import RunDir, read_json, write_json
+from kit.core.run_directory import RunDir, write_json
+from kit.core.run_files import read_json
 from launch.starting.view import Status, View, process_table
 from launch.watching import web_page
 from launch.watching.compare import frame_of_runs
@@ -26,6 +28,7 @@ from merge.card import render
 from merge.ollama import modelfile
 from merge.tables import show_table
 from tests.conftest import CONFIG, ROOT
+from tests.unit.filled import filled
 
 HOSTILE = {
     "script": "<script>alert(1)</script><img src=x onerror=alert(1)>",
@@ -50,6 +53,7 @@ HOSTILE = {
 # What a terminal obeys: controls other than tab and line feed, and marks that reverse text.
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]")
 EVERYTHING = " ".join(HOSTILE.values())
+WRITTEN = EVERYTHING.replace("\ud800", "")  # no file that holds half of a pair is read
 
 
 class Page(HTMLParser):
@@ -73,24 +77,27 @@ def run(tmp_path) -> RunDir:
     """A run in which everything that is text is hostile."""
     run = RunDir(tmp_path / "a [b] run")
     run.completions.mkdir(parents=True)
-    named = {"name": EVERYTHING, "path": EVERYTHING, "id": EVERYTHING}
-    machine = {"gpus": [EVERYTHING]}
-    recorded = {"config": {"run": named, "model": named, "train": {"loss_type": EVERYTHING}}, "machine": machine}
-    write_json(run.config_file, recorded | {"versions": {"torch": EVERYTHING}, "git_revision": EVERYTHING})
+    named = {"name": WRITTEN, "path": WRITTEN, "id": WRITTEN}
+    machine = {"gpus": [WRITTEN]}
+    recorded = {
+        "config": {"run": named, "model": named, "train": {"loss": WRITTEN, "loss_type": "grpo"}},
+        "machine": machine,
+    }
+    write_json(run.config_file, recorded | {"versions": {"torch": WRITTEN}, "git_revision": WRITTEN})
     rows = [
         {
             "step": step,
             "reward": 0.0,
             "kl": 0.1,
-            "seconds": {"step": 1.0, EVERYTHING: 1.0},
-            "peak_gib": {EVERYTHING: 1},
+            "seconds": {"step": 1.0, WRITTEN: 1.0},
+            "peak_gib": {WRITTEN: 1},
         }
         for step in range(1, 9)
     ]
     run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     samples = [
-        {"problem_id": 1, "prompt": text, "completion": text, "rewards": {text: 0.0}, "advantage": float(place)}
-        for place, text in enumerate(HOSTILE.values())
+        {"problem_id": "1", "prompt": text, "completion": text, "rewards": {text: 0.0}, "advantage": float(place)}
+        for place, text in enumerate(text.replace("\ud800", "") for text in HOSTILE.values())
     ]
     (run.completions / "step-000008.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     return run
@@ -173,7 +180,7 @@ def test_health_html_has_no_tag_and_no_address_of_the_run_s(run):
 
 
 def card_of(manifest: dict, run: RunDir, **config) -> str:
-    write_json(run.base_file, {"hash": "0" * 32, "revision": EVERYTHING})
+    write_json(run.base_file, filled(BASE, {"hash": "0" * 32, "revision": WRITTEN}))
     recorded = read_json(run.config_file)
     recorded["config"] |= config
     write_json(run.config_file, recorded)
@@ -181,13 +188,13 @@ def card_of(manifest: dict, run: RunDir, **config) -> str:
 
 
 def test_a_model_card_shows_hostile_names_as_text(run):
-    manifest = {"policy": "grpo", "format": "bf16", "base_hash": "0" * 32, "created": EVERYTHING, "files": {}}
-    manifest |= {"adapter_version": 8, "adapter_hash": EVERYTHING, "trained_for": EVERYTHING}
-    manifest |= {"no_retained_update": EVERYTHING, "into": EVERYTHING, "stop": [EVERYTHING]}
-    result = {"matrix": {}, "n": EVERYTHING, "date": EVERYTHING, "conclusion": EVERYTHING, "base_hash": "0" * 32}
-    write_json(run.eval_file, result | {"adapter_hash": EVERYTHING, "into": EVERYTHING})
-    data = {"id": EVERYTHING, "system_prompt": EVERYTHING}
-    text = card_of(manifest, run, reward={"functions": [EVERYTHING]}, data=data)
+    manifest = {"policy": "grpo", "format": "bf16", "base_hash": "0" * 32, "created": WRITTEN, "files": {}}
+    manifest |= {"adapter_version": 8, "adapter_hash": WRITTEN, "trained_for": WRITTEN}
+    manifest |= {"no_retained_update": WRITTEN, "into": "dequantized", "stop": [WRITTEN]}
+    result = {"n": 3, "date": WRITTEN, "conclusion": WRITTEN, "base_hash": "0" * 32, "adapter_hash": WRITTEN}
+    write_json(run.eval_file, filled(EVALUATION, result))
+    data = {"id": WRITTEN, "system_prompt": WRITTEN}
+    text = card_of(manifest, run, reward={"functions": [WRITTEN]}, data=data)
     _, front, body = text.split("---\n", 2)
     assert yaml.safe_load(front).keys() == {"library_name", "pipeline_tag", "tags"}
     tokens = [one for token in Markdown(body).parsed for one in (token, *(token.children or ()))]

@@ -16,7 +16,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import read_json
+from kit.core.run_files import read_json
 from kit.weights import fp8
 from kit.weights import frozen_base as merge_base
 from kit.weights.checkpoint import find_checkpoint

@@ -9,9 +9,12 @@ import yaml
 
 from kit.core.config.load import config_from_dict, to_dict
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
+from kit.core.file_kinds import EVALUATION
+from kit.core.run_directory import RunDir, read_manifest, write_json
+from kit.core.run_files import read_json
 from merge.__main__ import main
 from merge.card import LOSS, RECIPE, code, render, write_card
+from tests.unit.filled import filled
 from tests.unit.merge_fixture import shared_folder, shared_run
 
 CELL = {"accuracy": 0.5, "interval": [0.4, 0.6]}
@@ -49,7 +52,8 @@ def evaluate(run: RunDir, **changes) -> None:
         "adapter_version": 10,
         "date": "2026-11-21",
     }
-    write_json(run.eval_file, result | changes)
+    result = filled(EVALUATION, result | {"gain_survival": {}, "quantization_loss": {}}) | changes
+    write_json(run.eval_file, result)
 
 
 def test_a_merge_writes_cards_and_leaves_the_checkpoints_whole(run):

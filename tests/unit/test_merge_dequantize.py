@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import read_json, read_manifest, write_json
+from kit.core.run_directory import read_manifest, write_json
+from kit.core.run_files import read_json
 from kit.weights import shards
 from kit.weights.model_files import dequantize_command, unquantized_config
 from merge import dequantize

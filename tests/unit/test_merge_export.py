@@ -10,7 +10,8 @@ import yaml
 
 from kit.core.config.load import config_from_dict
 from kit.core.errors import BadInput
-from kit.core.run_directory import base_directory, read_json, read_manifest, write_json, write_manifest
+from kit.core.run_directory import base_directory, read_manifest, write_json, write_manifest
+from kit.core.run_files import read_json
 from launch.vllm_command import check_base
 from merge import export as merge_export
 from merge.__main__ import main

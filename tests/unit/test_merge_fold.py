@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import RunDir, read_json, read_manifest, write_manifest
+from kit.core.run_directory import RunDir, read_manifest, write_manifest
+from kit.core.run_files import read_json
 from kit.weights.frozen_base import BaseCheckpoint, load_nf4
 from kit.weights.shards import TensorFile
 from merge.merge import read_adapter, write_bf16, write_config

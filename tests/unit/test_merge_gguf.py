@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS
 from kit.core.gguf_types import GGUF_TYPES
-from kit.core.run_directory import publish, read_json, write_json, write_manifest
+from kit.core.run_directory import publish, write_json, write_manifest
+from kit.core.run_files import read_json
 from merge import gguf
 from merge.__main__ import main
 from merge.card import render

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from kit.core.config.load import config_from_dict, load_config
 from kit.core.config.recipe import check_recipe, recipe_of
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from kit.weights.frozen_base import hash_base, load_frozen
 from merge.__main__ import main
 from merge.imported import Import
@@ -240,7 +241,7 @@ EMBEDDING = "base_model.model.model.embed_tokens.weight"
         ({"peft_type": "IA3"}, {}, "peft_type is 'IA3'"),
         ({"new_kind": 3}, {}, r"new_kind \(3\): this version does not know"),
         ({"lora_alpha": 16.5}, {}, "lora_alpha is 16.5"),
-        ({"r": 0}, {}, "r or rank_pattern holds 0"),
+        ({"r": 0}, {}, "r is 0, expected an integer from 1"),
         ({"r": 4}, {}, "rank 4 on a weight of"),
         ({}, {EMBEDDING: torch.zeros(320, 128)}, "embed_tokens.weight, which is not a LoRA factor"),
         ({}, {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 320)}, "lora_embedding_A, which"),
@@ -327,7 +328,7 @@ def test_damaged_pickled_and_missing_weights_are_refused_by_name(tmp_path, their
         "pickled": r"adapter_model\.bin, a pickle",
         "cut": "is damaged",
         "empty": "no adapter_model.safetensors",
-        "garbled": "holds .*, not an adapter's settings",
+        "garbled": "is not the settings of a LoRA adapter",
         "infinite": "not finite",
         "none": r"holds no adapter: it has no adapter_config\.json",
     }

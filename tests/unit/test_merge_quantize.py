@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS, fitted
-from kit.core.run_directory import RunDir, read_json, read_manifest
+from kit.core.run_directory import RunDir, read_manifest
+from kit.core.run_files import read_json
 from kit.weights.frozen_base import BaseCheckpoint, dequantize
 from kit.weights.quantize import fake_quantize_weight
 from kit.weights.read_quantized import StoredWeights

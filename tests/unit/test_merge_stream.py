@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import read_json, read_manifest
+from kit.core.run_directory import read_manifest
+from kit.core.run_files import read_json
 from kit.weights.frozen_base import dequantize, dequantized_tensors, hash_base, load_nf4
 from kit.weights.nf4 import block_maxima, quantize_weight
 from kit.weights.write_base import Original, TensorFile, plan_base

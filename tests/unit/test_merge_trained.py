@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.formats import TRAINED
-from kit.core.run_directory import RunDir, read_json, read_manifest, write_json
+from kit.core.run_directory import RunDir, read_manifest, write_json
+from kit.core.run_files import read_json
 from kit.policy.quantized_linear import STATE, quantizers_off
 from kit.weights.quantize import fake_quantize_activation
 from merge import quantize

@@ -11,7 +11,8 @@ from transformers import GenerationConfig
 
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
-from kit.core.run_directory import read_json, read_manifest, write_manifest
+from kit.core.run_directory import read_manifest, write_manifest
+from kit.core.run_files import read_json
 from kit.policy.load import check_base, load_policy_base, load_tokenizer
 from kit.weights.frozen_base import disable_cpu_repacking, hash_base, hash_pairs, hash_tensor, load_frozen, load_nf4
 

@@ -15,7 +15,8 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from kit.core.config.load import load_config
 from kit.core.config.schema import Config, PolicyConfig
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import RunDir, read_json, read_manifest, write_json, write_manifest
+from kit.core.run_directory import RunDir, read_manifest, write_json, write_manifest
+from kit.core.run_files import read_json
 from kit.policy import load as policy
 from kit.weights.frozen_base import hash_pairs, hash_tensor, load_frozen
 from tests.conftest import CONFIG

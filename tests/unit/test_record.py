@@ -10,7 +10,8 @@ import pytest
 
 from kit.core.config.load import load_config
 from kit.core.errors import MachineFailed
-from kit.core.run_directory import RunDir, read_json
+from kit.core.run_directory import RunDir
+from kit.core.run_files import read_json
 from kit.train import record
 from kit.train.checkpoint import rewind
 from kit.train.record import (

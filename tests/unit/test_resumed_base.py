@@ -7,7 +7,8 @@ import pytest
 
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import RunDir, read_json, write_json
+from kit.core.run_directory import RunDir, write_json
+from kit.core.run_files import read_json
 from kit.policy import load as policy
 from kit.policy.load import check_base_unchanged, record_base
 from kit.train import setup

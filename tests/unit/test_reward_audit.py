@@ -43,8 +43,10 @@ def write_run(path, metrics=lambda step: {}, change=lambda row, step: row, evalu
         rows = [change(healthy_row(step, problem, i), step) for problem in range(4) for i in range(4)]
         (run.completions / f"step-{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if evaluation is not None:
-        gain = {"difference": evaluation[0], "interval": evaluation[1:], "n": 300}
-        run.eval_file.write_text(json.dumps({"gain": {"bf16": gain}}))
+        gain = {"difference": evaluation[0], "interval": evaluation[1:], "n": 300, "discordant": [1, 2]}
+        gain["minimum_detectable_effect"] = 0.1
+        result = {"matrix": {"base": {}, "grpo": {}}, "gain": {"bf16": gain}, "gain_survival": {}, "n": 300}
+        run.eval_file.write_text(json.dumps(result | {"quantization_loss": {}, "conclusion": ""}))
     return path
 
 
@@ -152,7 +154,7 @@ def test_what_is_no_run_is_bad_input(tmp_path):
         main(["audit", str(tmp_path)])
     (tmp_path / "completions").mkdir()
     (tmp_path / "completions/step-000001.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(BadInput, match="not written by this kit"):
+    with pytest.raises(BadInput, match=r"000001\.jsonl:1 is not a logged completion: problem_id is missing"):
         main(["audit", str(tmp_path)])
 
 

@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from eval.artifacts import merge_command
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, publish, read_json, read_manifest, stored_as, write_json, write_manifest
+from kit.core.run_directory import RunDir, publish, read_manifest, stored_as, write_json, write_manifest
+from kit.core.run_files import read_json
 from kit.train.checkpoint import commit_checkpoint, discard_staged, rotate, staging_directory
 from tests.conftest import CONFIG
 
@@ -225,8 +226,11 @@ DAMAGES = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"has no manifest\.json"),
     "half a manifest": (rewrite("manifest.json", lambda old: old[:80]), "is not JSON"),
     "an empty manifest": (rewrite("manifest.json", lambda old: b""), "is not JSON"),
-    "a list": (rewrite("manifest.json", lambda old: b"[]"), "lists no files"),
-    "no files": (rewrite("manifest.json", lambda old: b'{"kind": "training-state"}'), "lists no files"),
+    "a list": (
+        rewrite("manifest.json", lambda old: b"[]"),
+        "is not a manifest of this kit: the content is \\[\\], expected an object",
+    ),
+    "no files": (rewrite("manifest.json", lambda old: b'{"kind": "training-state"}'), "files is missing"),
     "bytes": (rewrite("manifest.json", lambda old: b"\x00\x01"), "is not JSON"),
 }
 

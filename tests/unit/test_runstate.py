@@ -13,7 +13,8 @@ from kit.core.config.load import load_config, to_dict
 from kit.core.config.run_checks import check_run_directory
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.metrics_log import progress
-from kit.core.run_directory import RunDir, read_json, write_json
+from kit.core.run_directory import RunDir, write_json
+from kit.core.run_files import read_json
 from kit.core.run_state import (
     REPLACED,
     continuing_flags,

@@ -14,7 +14,8 @@ import pytest
 from kit.core.config.load import config_from_dict, load_config
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
-from kit.core.run_directory import read_json, write_json, write_manifest
+from kit.core.run_directory import write_json, write_manifest
+from kit.core.run_files import read_json
 from kit.rollout.replica import log_name
 from launch import server, vllm_command
 from launch.vllm_command import Installed, Plan, check_base, check_ports, installed_vllm, plans
@@ -319,10 +320,9 @@ def base(tmp_path):
     directory = tmp_path / "base"
     (directory / "nf4").mkdir(parents=True)
     (directory / "nf4" / "index.json").write_text("{}")
-    quantization = {"storage_dtype": "bfloat16", "double_quantization": True}
-    write_json(
-        directory / "base.json", {"hash": "ab", "model": "org/m", "revision": None, "quantization": quantization}
-    )
+    quantization = {"type": "nf4", "storage_dtype": "bfloat16", "double_quantization": True}
+    facts = {"hash": "ab", "model": "org/m", "revision": None, "quantization": quantization}
+    write_json(directory / "base.json", facts | {"quantized": [], "tensors": {}})
     write_manifest(directory, "checkpoint", base_hash="ab")
     return directory
 
@@ -549,7 +549,8 @@ def test_routers_stay_unquantized_and_experts_are_returned_where_they_are_asked_
     quantized = [f"{block}.experts.0.gate_proj", f"{block}.shared_expert.up_proj", "model.layers.0.self_attn.q_proj"]
     others = [f"{block}.gate.weight", f"{block}.shared_expert_gate.weight", "lm_head.weight", "model.norm.weight"]
     names = [*(f"{name}.weight" for name in quantized), *others]
-    facts = {"quantized": quantized, "tensors": dict.fromkeys(names, "a hash")}
+    facts = {"hash": "ab", "quantized": quantized, "tensors": dict.fromkeys(names, "a hash")}
+    facts["quantization"] = {"type": "nf4", "storage_dtype": "bfloat16"}
     (base / "base.json").write_text(json.dumps(facts))
     routers = [f"{block}.gate", f"{block}.shared_expert_gate"]
     assert vllm_command.router_names(base) == routers and vllm_command.router_names(tmp_path) == []

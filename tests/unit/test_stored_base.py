@@ -11,7 +11,8 @@ import torch
 from kit.core.config import base_rules
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import base_directory, read_json
+from kit.core.run_directory import base_directory
+from kit.core.run_files import read_json
 from kit.policy.load import check_base_unchanged
 from kit.rollout.server import base_copy
 from kit.rollout.server.remerge import Linear, Part, State, merged_weight

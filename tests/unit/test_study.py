@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from kit.core.errors import BadInput
+from kit.core.file_kinds import EVALUATION, MANIFEST, SERVING
 from recipes import study
+from tests.unit.filled import filled
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 FORMATS = ["bf16", "fp8", "nf4"]
@@ -27,13 +29,15 @@ def write_run(path: Path, gain: float) -> None:
         *(f"merged/{policy}/{form}" for policy in study.POLICIES for form in ("bf16", "fp8")),
     ):
         (path / name).mkdir(parents=True)
-        (path / name / "manifest.json").write_text(json.dumps({"promoted": name.endswith("grpo/fp8")}))
-    rows = [{"reward": 0.5}] * 10 + [{"reward": 0.9}] * 10
+        (path / name / "manifest.json").write_text(
+            json.dumps(filled(MANIFEST, {"promoted": name.endswith("grpo/fp8")}))
+        )
+    rows = [{"step": step, "reward": 0.5 if step <= 10 else 0.9} for step in range(1, 21)]
     (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     matrix = {"base": {name: cell(0.4) for name in FORMATS}, "grpo": {name: cell(0.4 + gain) for name in FORMATS}}
     result = {"n": 100, "matrix": matrix, "gain": {name: change(gain) for name in FORMATS}, "versions": {"torch": "1"}}
     result["gain_survival"] = {"fp8": change(-gain / 10), "nf4": change(0.0)}
-    (path / "eval.json").write_text(json.dumps(result))
+    (path / "eval.json").write_text(json.dumps(filled(EVALUATION, result)))
 
 
 def make(tmp_path, *arguments: str) -> study.Study:
@@ -57,9 +61,9 @@ def test_an_interrupted_benchmark_of_serving_is_repeated(tmp_path):
     found = make(tmp_path, "--serving")
     write_run(found.runs[0], 0.3)
     file = found.runs[0] / "serving.json"
-    file.write_text(json.dumps({"formats": {"bf16": {}}, "failed": {}}))
+    file.write_text(json.dumps(filled(SERVING, {"formats": {"bf16": {}}, "failed": {}})))
     assert "serving" in names(found.commands(0))
-    file.write_text(json.dumps({"formats": {"bf16": {}}, "failed": {"fp8": {}}}))
+    file.write_text(json.dumps(filled(SERVING, {"formats": {"bf16": {}}, "failed": {"fp8": {}}})))
     assert "serving" not in names(found.commands(0))
 
 

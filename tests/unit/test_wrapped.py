@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.run_directory import RunDir, read_json
+from kit.core.run_directory import RunDir
+from kit.core.run_files import read_json
 from kit.weights.frozen_base import load_frozen
 from kit.weights.model_files import check_complete, check_names, unquantized_config
 from kit.weights.wrapped import LANGUAGE, language_name, loading

@@ -10,7 +10,7 @@ from kit.core.config.load import config_from_dict, to_dict
 from kit.core.config.recipe import check_resumed_format
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
-from kit.core.run_directory import RunDir, checkpoint_step, manifest_as_written, read_json
+from kit.core.run_directory import RunDir, checkpoint_step, manifest_as_written
 from kit.core.run_state import END, LOCK, REPLACED, describe_overwrite, last_end, trainer_pid
 
 # Names that files in `logs` start with: logs of servers and of launch.up's commands, progress of trainers.
@@ -70,7 +70,7 @@ def check_run_directory(config: Config, resume: bool, processes: int, overwrite:
             f"{run.path} holds a run already. Continue it with --resume, start another with --run.name NAME, or "
             "delete this one and start over with --overwrite."
         )
-    before = read_json(run.config_file)
+    before = run.facts()
     # A key newer than the run meant its default.
     known = config_from_dict(before["config"], str(run.config_file))
     changed = _changed_keys(to_dict(known), to_dict(config))

@@ -3,12 +3,14 @@
 Imports no torch.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from kit.core.config.schema import Config
+from kit.core.errors import BadInput
+from kit.core.file_kinds import DEEPSPEED
+from kit.core.run_files import read_object
 
 FSDP2, ZERO3 = "FSDP2", "ZeRO-3"
 # FSDP settings of `accelerate launch`: the value that works, accelerate's default, and why no other works.
@@ -77,10 +79,11 @@ def _zero_optimization() -> dict[str, Any]:
     for name in ("offload_param", "offload_optimizer"):
         found[name] = {"device": os.environ.get(f"ACCELERATE_DEEPSPEED_{name.upper()}_DEVICE", "none").lower()}
     try:
-        facts = json.loads(Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")).read_text())
-        given = facts["zero_optimization"]
+        given = read_object(Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")), DEEPSPEED)[
+            "zero_optimization"
+        ]
         return found | {key: value for key, value in given.items() if not (key == "stage" and value == "auto")}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # DeepSpeed reports what is wrong with it
+    except BadInput:  # DeepSpeed reports what is wrong with it
         return found
 
 

@@ -4,12 +4,14 @@ Names and shapes come from the file's header: no tensor is read, and neither tor
 """
 
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from kit.core import checkpoint_files, lora
 from kit.core.checkpoint_files import Header
+from kit.core.errors import BadInput
+from kit.core.file_kinds import ADAPTER_CONFIG
+from kit.core.run_files import read_object
 from kit.rollout.protocol import CONFIG, QUANT_CFG, TENSORS, WEIGHTS
 
 NOT_LAYERS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
@@ -60,12 +62,9 @@ def read_adapter(directory: Path) -> AdapterFacts:
     """Read header and configuration of a peft adapter directory; `Refused` if one is missing or broken."""
     header = read_header(directory / WEIGHTS)
     try:
-        config = json.loads((directory / CONFIG).read_text())
-        if not isinstance(config, dict):
-            raise ValueError("it holds no object")
-    except (OSError, ValueError) as error:
-        raise Refused(f"{directory}/{CONFIG} cannot be read: {error}. Write the adapter again.") from None
-    return AdapterFacts(directory, config, header)
+        return AdapterFacts(directory, read_object(directory / CONFIG, ADAPTER_CONFIG), header)
+    except BadInput as error:
+        raise Refused(str(error)) from None
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, int]]:

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kit.core.run_directory import read_json
+from kit.core.file_kinds import BASE
+from kit.core.run_files import read_object
 
 
 def storage(directory: Path) -> str:
     """`policy.quantization` of the base in a directory; nf4 if not recorded."""
     file = directory / "base.json"
-    return (read_json(file).get("quantization") or {}).get("type", "nf4") if file.is_file() else "nf4"
+    return read_object(file, BASE)["quantization"]["type"] if file.is_file() else "nf4"
 
 
 def has_copy(directory: Path) -> bool:
@@ -32,7 +33,7 @@ def copy_bytes(directory: Path) -> int:
     from kit.weights.checkpoint import checkpoint_shards
     from kit.weights.wrapped import language_name
 
-    names = {f"{name}.weight" for name in read_json(directory / "base.json")["quantized"]}
+    names = {f"{name}.weight" for name in read_object(directory / "base.json", BASE)["quantized"]}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in checkpoint_shards(directory):
         tensors = read_header(directory / file).tensors.items()
@@ -54,7 +55,7 @@ def read(directory: Path, kind: str, linears: list[Any], place: Callable[[Any], 
 
     shards = checkpoint_shards(directory).items()
     files = {language_name(stored): (directory / file, stored) for file, names in shards for stored in names}
-    stored = read_json(directory / "base.json")["quantized"]
+    stored = read_object(directory / "base.json", BASE)["quantized"]
     dtype = torch.bfloat16
     for linear in linears:
         packed, scales = [], []

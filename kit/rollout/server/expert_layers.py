@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kit.core import lora
+from kit.core.file_kinds import BASE
+from kit.core.run_files import read_optional
 from kit.rollout.server.shard import Linear, Part
 from kit.rollout.server.vllm_types import ExpertLayer
 
@@ -201,9 +203,6 @@ def adapter_modules(linears: list[Linear]) -> list[str]:
 def unquantized(directory: Path, names: "set[str]") -> set[str]:
     """Those of the layers `names` that the base in a directory stores unquantized and that no adapter may target:
     routers."""
-    from kit.core.run_directory import read_json
-
-    file = directory / "base.json"
-    facts = read_json(file) if file.is_file() else {}
+    facts = read_optional(directory / "base.json", BASE)
     quantized, tensors = set(facts.get("quantized") or ()), facts.get("tensors") or {}
     return {name for name in names if name not in quantized and f"{name}.weight" in tensors}

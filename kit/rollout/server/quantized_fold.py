@@ -13,13 +13,13 @@ If a weight is split over workers, its scale is that of the whole weight: the wo
 Imports torch and vLLM inside functions.
 """
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.core.checkpoint_files import read_header
 from kit.core.formats import TRAINED, QuantFormat
 from kit.core.limits import FOLD_CHUNK
+from kit.core.run_files import find_fault, parse
 from kit.rollout.protocol import INPUT_PEAKS, QUANT_CFG, WEIGHTS
 
 if TYPE_CHECKING:
@@ -123,7 +123,9 @@ def quantize_rows(weight: "torch.Tensor", fmt: QuantFormat, peak: "torch.Tensor 
 
 def read_input_peaks(directory: Path, linears: "list[Linear]") -> dict[str, float]:
     """Read {layer: largest |input|} from an adapter's file; `ValueError` unless it has every layer of the worker."""
-    peaks = json.loads(read_header(directory / WEIGHTS).metadata.get(INPUT_PEAKS, "{}"))
+    peaks = parse(read_header(directory / WEIGHTS).metadata.get(INPUT_PEAKS, "{}").encode())
+    if fault := find_fault(peaks, dict[str, float]):
+        raise ValueError(f"{INPUT_PEAKS} of {directory / WEIGHTS} cannot be read: {fault}")
     names = [part.name for linear in linears for part in linear.parts]
     if missing := [name for name in names if not 0 < peaks.get(name, 0) < float("inf")]:
         raise ValueError(

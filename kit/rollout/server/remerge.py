@@ -16,7 +16,6 @@ covered: embeddings and the output layer, pipeline parallelism, DoRA, experts in
 
 import contextlib
 import functools
-import json
 import math
 import os
 import time
@@ -29,7 +28,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from kit.core import limits, lora
 from kit.core.cards import W8A8, W8A16, W16A16
 from kit.core.checkpoint_files import read_header
+from kit.core.file_kinds import ADAPTER_CONFIG, NF4_INDEX
 from kit.core.formats import QuantFormat, fitted
+from kit.core.run_files import read_object
 from kit.rollout.noise import Noise, NoisyNorms
 from kit.rollout.protocol import CONFIG, TENSORS, WEIGHTS
 from kit.rollout.server import base_copy, expert_layers, quantized_fold
@@ -268,7 +269,7 @@ def read_copy(directory: Path, linears: list[Linear], device: "torch.device", co
 
     if not (directory / "index.json").is_file():
         raise ValueError(f"{directory} is not there. Write the base again with `python -m merge base`")
-    index = json.loads((directory / "index.json").read_text())
+    index = read_object(directory / "index.json", NF4_INDEX)
     files: dict[str, Any] = {}
 
     def read(tensor: str, file: str) -> torch.Tensor:
@@ -314,7 +315,7 @@ def read_adapter(directory: Path, linears: list[Linear], device: "torch.device")
 
     One read and one copy to the device for the whole file. `ValueError` for a tensor that belongs to no layer.
     """
-    config = json.loads((directory / CONFIG).read_text())
+    config = read_object(directory / CONFIG, ADAPTER_CONFIG)
     tensors = read_tensors(directory / WEIGHTS, device)
     adapter: dict[str, Factors] = {}
     for linear in linears:
