@@ -19,12 +19,15 @@ from kit.core.run_files import read_json
 from kit.data.problems import load_problems
 
 CELL = {"n": 300, "undecided": 0, "parse_rate": 1.0, "prompt_leak_rate": 0.0, "end_of_turn_rate": 1.0}
-CELL |= {"max_token_hit_rate": 0.0, "undecided_rate": 0.0}
+CELL |= {"max_token_hit_rate": 0.0, "undecided_rate": 0.0, "accuracy": 0.5, "interval": [0.4, 0.6], "strict": None}
+BASE = {"hash": "b" * 64, "quantization": {"type": "nf4", "storage_dtype": "float32"}, "quantized": [], "tensors": {}}
+COMPARED = {"max_abs_dlogp": 0.1, "top1_agreement": 0.99, "tokens": 100}
+TESTED = {"discordant": [9, 1], "minimum_detectable_effect": 0.1}
 FORM = {"share": 0.3, "gain_there": 0.05, "elsewhere": {"difference": 0.14, "interval": [0.09, 0.19]}}
 
 
 def estimate(difference: float, low: float, high: float) -> dict:
-    return {"difference": difference, "interval": [low, high], "n": 300}
+    return {"difference": difference, "interval": [low, high], "n": 300} | TESTED
 
 
 def make_run(tmp_path, name: str = "fp8") -> RunDir:
@@ -42,7 +45,7 @@ def make_run(tmp_path, name: str = "fp8") -> RunDir:
         "data": {"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "test.jsonl")},
     }
     write_json(run.config_file, {"config": config})
-    write_json(run.base_file, {"hash": "b" * 64})
+    write_json(run.base_file, BASE)
     matrix = {"base": {}, "grpo": {}}
     for policy, used in itertools.product(("base", "grpo"), dict.fromkeys(("bf16", name))):
         with publish(run.merged / policy / used) as partial:
@@ -55,7 +58,7 @@ def make_run(tmp_path, name: str = "fp8") -> RunDir:
                 base_hash="b" * 64,
                 adapter_version=10 if policy == "grpo" else None,
                 adapter_hash="a" * 64 if policy == "grpo" else None,
-                verify={"mean_kl": 0.001},
+                verify={"mean_kl": 0.001} | COMPARED,
                 promoted=False,
             )
         matrix[policy][used] = {**CELL, "artifact_hash": artifact_hash(manifest)}
@@ -222,7 +225,7 @@ def test_a_limit_that_is_no_fraction_is_bad_input(run, key, value):
         decide(run, f"--eval.gate.{key}={value}")
 
 
-@pytest.mark.parametrize(("verify", "said"), [(None, "not measured"), ({"mean_kl": 0.06}, "0.06")])
+@pytest.mark.parametrize(("verify", "said"), [(None, "not measured"), ({"mean_kl": 0.06} | COMPARED, "0.06")])
 def test_an_artifact_far_from_the_policy_or_never_compared_with_it_is_not_promoted(run, capsys, verify, said):
     manifest = run.merged / "grpo" / "fp8" / MANIFEST
     write_json(manifest, {**read_json(manifest), "verify": verify})
@@ -397,7 +400,7 @@ def test_a_promotion_written_by_hand_is_taken_back(run):
 def test_what_is_not_merged_yet_is_named_one_by_one_with_a_command_that_is_not_refused(tmp_path):
     """As `merge --compare_bases` leaves a run: the policy in bf16 and nothing of the base."""
     run = RunDir(tmp_path)
-    write_json(run.base_file, {"hash": "a" * 64})
+    write_json(run.base_file, BASE)
     (run.merged / "grpo" / "bf16").mkdir(parents=True)
     (run.merged / "grpo" / "bf16" / "manifest.json").write_text("{}")
     with pytest.raises(BadInput) as refused:

@@ -117,7 +117,9 @@ def test_what_differs_between_the_protocols_is_named_and_what_does_not_is_not(tm
     assert any(text.startswith("settings: the checkpoint's repetition_penalty 1.1 apply") for text in said)
     (tmp_path / "checkpoint" / "chat_template.jinja").write_text("{{ messages }}")
     assert any(text.startswith("chat template:") for text in differences(own, results, "kit_problems"))
-    (tmp_path / "checkpoint" / MANIFEST).write_text(json.dumps({"chat_template_kwargs": {"enable_thinking": False}}))
+    (tmp_path / "checkpoint" / MANIFEST).write_text(
+        json.dumps({"kind": "checkpoint", "files": {}, "chat_template_kwargs": {"enable_thinking": False}})
+    )
     arguments = "chat template's arguments: the checkpoint's defaults {'enable_thinking': False}; ours {}"
     assert arguments in differences(own, results, "kit_problems")
     edit(recorded, system_instruction="Be brief.", chat_template=None)
@@ -130,7 +132,9 @@ def test_the_table_shows_both_numbers_and_the_file_keeps_other_cells(tmp_path, r
     text = "\n".join(lines(own, found))
     assert "ours                                          80.0 [ 37.6,  96.4]  of 5" in text
     assert "kit_gsm8k, flexible-extract, 5 examples       20.0 [  3.6,  62.4]  of 5  minus ours -60.0" in text
-    (own.folder / "lm_eval.json").write_text(json.dumps({"cells": {"base/fp8": {"n": 1}}}))
+    other = {"policy": "base", "format": "fp8", "n": 1, "harness": [], "differences": {}}
+    other["ours"] = {"accuracy": 0.5, "interval": [0.4, 0.6]}
+    (own.folder / "lm_eval.json").write_text(json.dumps({"cells": {"base/fp8": other}}))
     publish(own, found, ["python"])
     cells = read_json(own.folder / "lm_eval.json")["cells"]
     assert set(cells) == {"base/fp8", "grpo/bf16"} and cells["grpo/bf16"]["versions"]["lm_eval"] == "0.4.13"
@@ -165,7 +169,7 @@ def test_a_torn_samples_file_is_named_by_line_and_one_of_other_problems_is_not_u
     samples = recorded.with_name("samples_kit_gsm8k_2026-11-21.jsonl")
     whole = samples.read_text()
     samples.write_text(whole[:-40])
-    with pytest.raises(BadInput, match=r"samples_kit_gsm8k_2026-11-21\.jsonl:10 is not a sample"):
+    with pytest.raises(BadInput, match=r"samples_kit_gsm8k_2026-11-21\.jsonl:10 is damaged: it is not JSON"):
         read_results(recorded)
     samples.write_text(whole.replace("problem_id", "other_id"))
     assert read_results(recorded).scores[0].right is None

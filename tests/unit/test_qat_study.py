@@ -9,7 +9,9 @@ import pytest
 from eval import plots, qat_study
 from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
 from kit.core.errors import BadInput, CheckFailed
+from kit.core.file_kinds import EVALUATION, MANIFEST
 from kit.core.run_directory import file_hash, write_record
+from tests.unit.filled import filled
 
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 PROBLEMS = 60
@@ -48,15 +50,19 @@ def study(tmp_path, monkeypatch):
             adapter.mkdir(parents=True)
             (adapter / "manifest.json").write_text(json.dumps({"kind": "adapter", "files": {}}))
             curve = [0.0] * 6 + [1.0] * (steps - 6)
-            run.metrics_file.write_text("".join(json.dumps({"reward": one, **FACTS}) + "\n" for one in curve))
+            run.metrics_file.write_text(
+                "".join(json.dumps({"step": step, "reward": one, **FACTS}) + "\n" for step, one in enumerate(curve, 1))
+            )
         elif what == "merge":
             for name in words[words.index("--format") + 1 :]:
                 folder = run.merged / "grpo" / name
                 folder.mkdir(parents=True)
-                (folder / "manifest.json").write_text(json.dumps({"verify": {"mean_kl": 0.5}}))
+                (folder / "manifest.json").write_text(json.dumps(filled(MANIFEST, {"verify": {"mean_kl": 0.5}})))
         else:
             names = words[words.index("--formats") + 1 : words.index("--samples")]
-            run.eval_file.write_text(json.dumps({"matrix": {"grpo": dict.fromkeys(names)}}))
+            run.eval_file.write_text(
+                json.dumps(filled(EVALUATION, {"matrix": {"grpo": {name: {} for name in names}}}))
+            )
             (run.path / "eval").mkdir(exist_ok=True)
             for name in names:
                 write_cell(run, name, rows(right))
