@@ -14,10 +14,12 @@ from eval.record import Record, as_rows
 from eval.score import summarize
 from kit.core.config.schema import DataConfig
 from kit.core.errors import BadInput, CheckFailed
+from kit.core.file_kinds import CELL
 from kit.core.run_directory import MANIFEST, RunDir, file_hash, write_record
 from kit.core.run_files import read_json
 from kit.data.problems import Problem
 from tests import sandbox
+from tests.unit.filled import filled
 
 RECORDED = Path(__file__).parent / "recorded"
 IDS = ["2b6dd2d24055888b", "48c10f8b4c462246", "7b64cc868f5ed200", "18b3ef76ae1511fa", "5f102698ed7ce111"]
@@ -51,7 +53,7 @@ def measured(tmp_path: Path, correct: list = OURS, **result: object) -> Measured
     (folder / "eval").mkdir(parents=True, exist_ok=True)
     rows = "".join(json.dumps(row) + "\n" for row in as_rows(records))
     (file := folder / "eval" / "grpo-bf16.jsonl").write_text(rows)
-    write_record(folder / "eval" / "grpo-bf16.meta.json", {"records": file_hash(file)})
+    write_record(folder / "eval" / "grpo-bf16.meta.json", filled(CELL, {"records": file_hash(file)}))
     made = {
         "matrix": {"grpo": {"bf16": {**summarize(records), "compute_dtype": "float32"}}},
         "eval": {"bootstrap_samples": 500},

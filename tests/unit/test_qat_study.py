@@ -9,7 +9,7 @@ import pytest
 from eval import plots, qat_study
 from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED
 from kit.core.errors import BadInput, CheckFailed
-from kit.core.file_kinds import EVALUATION, MANIFEST
+from kit.core.file_kinds import CELL, EVALUATION, MANIFEST
 from kit.core.run_directory import file_hash, write_record
 from tests.unit.filled import filled
 
@@ -33,7 +33,7 @@ def write_cell(run: Any, name: str, text: str) -> None:
     """The completions of GRPO in a format, and the header with their hash."""
     file = run.path / "eval" / f"grpo-{name}.jsonl"
     file.write_text(text)
-    write_record(file.with_name(f"grpo-{name}.meta.json"), {"records": file_hash(file)})
+    write_record(file.with_name(f"grpo-{name}.meta.json"), filled(CELL, {"records": file_hash(file)}))
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def test_a_bad_line_is_named_and_only_a_growing_file_may_end_in_half_of_one(tmp_
     file = tmp_path / "lines.jsonl"
     file.write_text('{"kind": "a"}\n\n{"kind": "b"}\n{"kind": ')
     assert [row["kind"] for row in read_lines(file, KIND, may_be_growing=True)] == ["a", "b"]
-    with pytest.raises(BadInput, match=r"lines.jsonl:4 is not JSON: .* Make another\."):
+    with pytest.raises(BadInput, match=r"lines.jsonl:4 is damaged: it is not JSON .* Make another\."):
         read_lines(file, KIND)
     file.write_text('{"kind": "a"}\n{"kind": 3}\n{"kind": "b"}')
     with pytest.raises(BadInput, match=r"lines.jsonl:2 is not an example: kind is 3, expected 'a' or 'b'\. Make"):
@@ -223,6 +223,7 @@ def test_every_schema_can_be_checked_and_every_kind_says_how_to_go_on():
 # Text that is no file of a run: between processes of one command, of a user's data, in a model's answer.
 NOT_FILES = {
     "kit/core/as_typed.py": "words of a command line, from the environment",
+    "kit/core/checksum.py": "a value as JSON gives it back",
     "kit/core/run_files.py": "the reader",
     "kit/data/pass_rates.py": "a value as JSON gives it back",
     "kit/data/problems.py": "the user's data",
@@ -235,6 +236,7 @@ NOT_FILES = {
     "merge/llamacpp.py": "answers of a child, and of a server",
     "eval/cells.py": "a value as JSON gives it back",
     "eval/endpoint.py": "a value as JSON gives it back",
+    "eval/recheck.py": "a value as JSON gives it back",
     "eval/lm_eval/problems.py": "in the environment of lm_eval, without the kit",
     "eval/serving_client.py": "an event of a server",
     "eval/vllm_backend.py": "the answer of a worker",
