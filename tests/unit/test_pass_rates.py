@@ -114,7 +114,7 @@ def test_a_file_that_is_none_is_refused_with_its_line(tmp_path, text, said):
     with pytest.raises(BadInput) as error:
         select(PROBLEMS, load_config(CONFIG, [f"--data.pass_rates={file}"]))
     assert said in str(error.value) and "python -m recipes.pass_rates" in str(error.value)
-    with pytest.raises(BadInput, match="no file at"):
+    with pytest.raises(BadInput, match="does not exist"):
         select(PROBLEMS, load_config(CONFIG, [f"--data.pass_rates={tmp_path / 'none'}"]))
 
 
