@@ -275,6 +275,18 @@ def test_the_delay_doubles_until_a_step_is_made_and_has_a_limit(tmp_path, monkey
         made.begin("trainer", "was killed")
 
 
+def test_the_newest_step_is_known_without_keeping_those_before_it(tmp_path):
+    made, metrics = Restarts(RunDir(tmp_path), 1, lambda text: None), tmp_path / "metrics.jsonl"
+    assert made.step == 0
+    for steps in (range(1, 2001), range(1990, 1995)):  # the second is a resumed trainer's
+        with open(metrics, "a") as file:
+            file.write("".join(f'{{"step": {step}, "time": {step}.5}}\n' for step in steps))
+        assert made.step == steps[-1] and len(made._log.rows) == 1
+    restart = Restarted("trainer", "was killed", 1994, 1994.25, 0)
+    assert made.has_step_since(restart)
+    assert not made.has_step_since(Restarted("trainer", "was killed", 1994, 1995.0, 0))
+
+
 @pytest.mark.parametrize("number", [-1, 10_001, 10**30])
 def test_a_number_of_restarts_that_makes_no_sense_is_refused(number):
     with pytest.raises(BadInput, match=r"--restarts \(-?\d+\) must be at least 0 and at most 10,000"):
