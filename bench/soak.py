@@ -88,13 +88,18 @@ def median_of(key: str) -> Callable[[list[dict]], float | None]:
 
 
 def per_step(key: str) -> Callable[[list[dict]], float | None]:
-    """Median of what a step added to `key`, between samples of the same trainer."""
+    """Median of what a step added to `key`, between samples that were the first with a new step of one trainer."""
 
     def value(samples: list[dict]) -> float | None:
-        found = []
-        for one, two in itertools.pairwise(samples):
-            if one["trainer"] == two["trainer"] is not None and two["step"] > one["step"] and one[key] and two[key]:
-                found.append((two[key] - one[key]) / (two["step"] - one["step"]))
+        pairs = itertools.pairwise(samples)
+        new = [
+            two for one, two in pairs if two["step"] > one["step"] and two["trainer"] == one["trainer"] and two[key]
+        ]
+        found = [
+            (two[key] - one[key]) / (two["step"] - one["step"])
+            for one, two in itertools.pairwise(new)
+            if one["trainer"] == two["trainer"]
+        ]
         return statistics.median(found) if found else None
 
     return value

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.soak import FIGURES, Ran, differences, trend
+from bench.soak import FIGURES, Ran, differences, per_step, trend
 from bench.soak_faults import KINDS, Fault, planned
 from bench.soak_network import Faults, Proxy
 from bench.soak_replica import NumpyReplica
@@ -200,6 +200,14 @@ def test_a_leak_is_growth_and_noise_is_not(tmp_path):
     leak = [value + 4 * number for number, value in enumerate(noise)]
     found = trend(figure, ran(tmp_path, leak), 50, 2000)
     assert not found.is_flat and 130 < found.growth < 190
+
+
+def test_time_per_step_counts_whole_steps_of_one_trainer():
+    """Samples come twice a step; a new trainer loads, and repeats steps, before it makes a new one."""
+    samples = [{"trainer": 1, "step": number // 2, "ms": 50 * number} for number in range(20)]
+    samples += [{"trainer": 2, "step": max(9, number // 2), "ms": 9000 + 50 * number} for number in range(30)]
+    assert per_step("ms")(samples) == 100
+    assert per_step("ms")(samples[:2]) is None
 
 
 def test_what_is_lost_repeated_or_left_behind_is_a_difference(tmp_path):
