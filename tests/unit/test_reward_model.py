@@ -115,7 +115,7 @@ def test_a_sound_checkpoint_passes_and_is_loaded_once(checkpoint):
         ({"id2label": {"0": "A", "1": "B"}, "num_labels": 2}, "has 2 labels (num_labels); a reward model has 1"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "holds a Qwen3ForCausalLM. A reward model is saved from a class"),
         ({"architectures": None}, "holds a model without architectures"),
-        ({"model_type": "nothing"}, "cannot be read"),
+        ({"model_type": "nothing"}, "no model config at"),
         ({"max_position_embeddings": 200}, "(256) exceeds what the reward model"),
     ],
 )

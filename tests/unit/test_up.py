@@ -170,7 +170,7 @@ def test_the_trainers_memory_checks_are_told_where_the_replicas_are(servers, lis
     ("path", "gpus", "complaint"),
     [
         ("accelerate_configs/two_nodes.yaml", 1, "is for 2 machines and this command starts one"),
-        ("accelerate_configs/none.yaml", 1, "No such file"),
+        ("accelerate_configs/none.yaml", 1, "no YAML file at accelerate_configs/none.yaml"),
         (TINY, 1, "no distributed_type"),
         (ONE_GPU, 2, f"starts one process and the trainer has 2 GPUs. Use {DDP}"),
         (DDP, 0, "is for GPUs and CUDA shows none here. Use accelerate_configs/cpu.yaml"),
