@@ -1,5 +1,5 @@
 """Hostile input for the kit's commands, and what a command did with it. Cases run in this process, so that thousands
-take a minute: `attempt` starts a module's `main` as `python -m` does and stops it where it would start a process."""
+take a minute: `attempt` starts a module's `main` as its command line does and stops it before it starts a process."""
 
 import argparse
 import contextlib

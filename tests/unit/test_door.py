@@ -222,7 +222,7 @@ def test_a_dry_run_for_gpus_of_another_machine_starts_its_number_of_processes(mo
 
 
 def test_an_unknown_launcher_and_an_unknown_flag_are_refused():
-    with pytest.raises(BadInput, match=r"--launcher zero9: .* Name a file of accelerate_configs"):
+    with pytest.raises(BadInput, match=r"--launcher: no YAML file at zero9 .* Name a file of accelerate_configs"):
         train.prepare(str(CONFIGS / f"{TINY}.yaml"), [], "zero9")
     with pytest.raises(BadInput, match=r"unknown argument --launchr. Did you mean --launcher\?"):
         train.prepare(str(CONFIGS / f"{TINY}.yaml"), ["--launchr", "cpu"])

@@ -147,7 +147,13 @@ def test_a_function_of_the_users_that_never_pays_is_told_by_its_whole_name():
 
 
 def completion(problem: int, text: str, **more) -> str:
-    row = {"problem_id": f"id{problem}", "completion": text, "gold": str(problem), "rewards": {"m:f": 0.0}} | more
+    row = {
+        "problem_id": f"id{problem}",
+        "prompt": "?",
+        "completion": text,
+        "gold": str(problem),
+        "rewards": {"m:f": 0.0},
+    } | more
     return json.dumps(row) + "\n"
 
 
@@ -175,10 +181,13 @@ def test_a_run_whose_reward_never_left_zero_says_so_at_its_end(tmp_path, monkeyp
     run = RunDir(make_run(tmp_path / "run", FIRING["never paid"]))
     monkeypatch.setattr("kit.policy.load.check_base_unchanged", lambda model, facts: None)
     monkeypatch.setattr(RunDir, "newest_adapter", lambda self: self.adapter_dir(6))
-    accelerator = SimpleNamespace(is_main_process=True, unwrap_model=lambda model: model)
+    accelerator = SimpleNamespace(
+        is_main_process=True, unwrap_model=lambda model: model, wait_for_everyone=lambda: None
+    )
     sampler = SimpleNamespace(close=lambda: None)
     trainer = SimpleNamespace(run=run, sampler=sampler, accelerator=accelerator, model=None)
     trainer.state = SimpleNamespace(global_step=6)
+    trainer.config = SimpleNamespace(launch=SimpleNamespace(stall_s=0))
     with training(trainer, {"hash": "0" * 64}):
         pass
     alert, done = capsys.readouterr().out.splitlines()

@@ -188,8 +188,11 @@ def test_messages_in_the_log_are_templated_and_a_run_without_text_is_bad_input(t
         batch_of(run)
     run.completions.mkdir()
     row = {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "ho"}]}
-    (run.completions / "step-000002.jsonl").write_text("not json\n" + json.dumps(row) + "\n")
+    (run.completions / "step-000002.jsonl").write_text(json.dumps(row) + "\n")
     assert tokenizer().decode(batch_of(run)[0][0]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho"
+    (run.completions / "step-000002.jsonl").write_text("not json\n" + json.dumps(row) + "\n")
+    with pytest.raises(BadInput, match=r"step-000002\.jsonl:1 is damaged"):
+        batch_of(run)
 
 
 def test_policy_is_the_base_plus_the_adapter_and_refuses_another_base(tmp_path):

@@ -16,6 +16,7 @@ KEY = re.compile(rf"(?<![\w./-])(?:{GROUPS})\.[a-z_]+(?:\.[a-z_]+)*(?![\w/(])")
 # What has the form of a key and is a file, a module of a room, a layer, a key that was replaced, or one of verl's.
 OTHERS = re.compile(r"\.(json|jsonl|md|png|html|py|yaml|svg|sh|log|parquet|safetensors)$|^model\.layers")
 OTHERS_IN = {"kit/core/config/load.py": set(REPLACED), "kit/environments/openenv.py": {"server.app"}}
+OTHERS_IN["launch/server_key.py"] = {"server.key"}  # a file of the run
 OTHERS_IN["merge/card_usage.py"] = {"model.device"}  # of the code in a card
 OTHERS_IN |= dict.fromkeys(("launch/export/schema.py", "launch/export/translate.py"))
 

@@ -333,7 +333,7 @@ def check(tmp_path, monkeypatch):
     def run(facts: Any, tokenizer: Names) -> str | None:
         monkeypatch.setattr(teacher, "unquantized_config", lambda name, revision: facts)
         monkeypatch.setattr(teacher, "check_complete", lambda name, facts: None)
-        monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name, revision: tokenizer)
+        monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name, **options: tokenizer)
         monkeypatch.setattr("kit.policy.packed.packing.check_packing", lambda config, facts: None)
         config = configuration(**{"distill.teacher": "org/big", "model.path": "."})
         config.rollout.max_prompt_length, config.rollout.max_completion_length = 30, 20

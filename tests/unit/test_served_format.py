@@ -40,7 +40,7 @@ def test_a_format_decides_how_the_server_is_started(quant_cfg, weights, extensio
         ({"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "w4a16"}}, "sampled by a policy other than"),
         ({"policy": {"quant_cfg": "nvfp4"}, "server": {"quant_cfg": "nvpf4"}}, r"server.quant_cfg \(nvpf4\) is no"),
         ({"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "awq"}}, r"server.quant_cfg \(awq\) is a format"),
-        ({"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "a/b"}}, "server.quant_cfg: a/b does not exist"),
+        ({"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "a/b"}}, "server.quant_cfg: no YAML file at a/b"),
         (
             {"policy": {"quant_cfg": "fp8"}, "server": {"quant_cfg": "FP8_KV_CFG"}},
             "server.quant_cfg: FP8_KV_CFG cannot",

@@ -152,13 +152,17 @@ def test_rows_of_a_batch_end_alone_and_padding_is_not_searched():
         (["a", ""], "an empty text, at which every completion would end"),
         (["a", "a"], "names 'a' more than once"),
         (["\ufffd"], "no whole character"),
-        (["\ud83e"], "no whole character"),
     ],
 )
 def test_texts_that_no_sampler_can_take_are_refused_with_the_configuration(texts, said):
     with pytest.raises(BadInput) as refused:
         check_config(load_config(CONFIG, [f"--rollout.stop={json.dumps(texts)}"]), 1)
     assert str(refused.value).startswith("rollout.stop") and said in str(refused.value)
+
+
+def test_half_of_a_surrogate_pair_is_refused_where_the_text_is_read():
+    with pytest.raises(BadInput, match=r"--rollout\.stop .*has a NUL or an unpaired surrogate"):
+        load_config(CONFIG, ['--rollout.stop=["\\ud83e"]'])
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def policy(tmp_path):
             "run": RunDir(tmp_path / "run"),
             "policy": SimpleNamespace(base_hash="ab12", is_split=False),
             "accelerator": Accelerator(),
-            "state": SimpleNamespace(global_step=6, max_steps=80),
+            "state": SimpleNamespace(global_step=6, max_steps=80, log_history=[]),
             "args": SimpleNamespace(max_steps=80),
             "model": torch.nn.Linear(2, 2),
             "passes": 0,
