@@ -114,6 +114,8 @@ class AdapterSync:
                 self.recovery.bring_back(failed, is_final=attempt > 0)
                 if self.served is None:  # some may serve this version already, under a name that is taken now
                     self._begin_session()
+                else:  # a request whose answer was lost may have been carried out
+                    self._roll_back(version, {})
 
     def restore(self, replica: Replica) -> None:
         """Make a replica that was started again serve what the others do; `ReplicaError` if it cannot, or if its

@@ -112,7 +112,10 @@ class FakeReplica(ThreadingHTTPServer):
         return 200, {**self.info, "served": served, "asleep": self.asleep, "pid": self.pid}
 
     def do_stage(self, body: Any, query: dict) -> tuple[int, dict]:
-        self.staged[query["session"], int(query["version"])] = {"body": body, **query}
+        key = query["session"], int(query["version"])
+        if key in self.staged:
+            return 409, {"error": f"{key[0]}/{key[1]} is staged already"}
+        self.staged[key] = {"body": body, **query}
         return 200, {"seconds": 0.001}
 
     def do_activate(self, body: dict, query: dict) -> tuple[int, dict]:

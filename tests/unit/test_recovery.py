@@ -231,6 +231,25 @@ def test_a_sync_waits_for_a_replica_that_fails_and_then_all_serve_the_version(ke
     assert ours == [[version]] * 2
 
 
+@pytest.mark.parametrize("action", ["stage", "activate", "score"])
+def test_a_sync_whose_answer_is_lost_is_made_again_without_a_restart(kept, action):
+    """The replica has done what it was asked to: the version is staged, or served, already."""
+    it = kept(2)
+    fake, lost = it.fakes[1], threading.Semaphore(1)
+    answer = fake.answer
+
+    def cut(asked: str, body: dict, query: dict) -> tuple[int, dict]:
+        found = answer(asked, body, query)
+        if asked == action and lost.acquire(blocking=False):
+            raise ConnectionResetError
+        return found
+
+    fake.answer = cut
+    publish(it, 2)
+    assert it.requests == [] and [one.served for one in it.fakes] == [(it.sync.session, 2)] * 2
+    assert [one.versions for one in it.fakes] == [[2], [2]]
+
+
 def test_a_replica_whose_canary_is_off_is_started_again_until_it_is_not(kept):
     it = kept(2)
     fake = it.fakes[0]
