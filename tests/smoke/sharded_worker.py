@@ -78,7 +78,7 @@ def count_micro_batches() -> list[int]:
 
 def main() -> None:
     take_cpu_for_gpus()
-    import deepspeed.comm.torch
+    import deepspeed
     import torch.distributed
     from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -87,7 +87,7 @@ def main() -> None:
     from kit.core.errors import CheckFailed
 
     # A helper for CPUs that DeepSpeed compiles as it starts; GPUs have none.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    sys.modules[deepspeed.comm.TorchBackend.__module__].build_shm_op = lambda: None
     plan = Path(sys.argv[1])
     check = kit.policy.load.check_base_unchanged
 
