@@ -460,7 +460,7 @@ def software(facts: dict, manifest: dict) -> str:
     trained, merged = facts.get("versions") or {}, installed_versions(PACKAGES)
     names = [*merged, *(name for name in trained if name not in merged)]
     rows = [tuple(map(in_markdown, (name, trained.get(name, "–"), merged.get(name, "–")))) for name in names]
-    made = f"Merged {in_markdown(manifest['created'])}."
+    made = f"Merged {in_markdown(manifest.get('created'))}."
     if revision := facts.get("git_revision"):
         made += f" Code of the training: {code(revision)}."
     then = "import" if is_imported(facts["config"]) else "training"
