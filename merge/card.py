@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kit.core import file_kinds
 from kit.core.config.base_rules import CALLED
 from kit.core.errors import DONE, BadInput
-from kit.core.file_kinds import EVALUATION
 from kit.core.formats import FORMATS
 from kit.core.gguf_types import GGUF_TYPES, PREFIX
 from kit.core.installed import installed_versions
@@ -28,6 +28,7 @@ from merge.command import POLICIES
 from merge.tables import markdown_table
 
 CARD = "README.md"
+MADE_OF, OF_ADAPTER = ("policy", "format", "base_hash", "verify"), ("adapter_version", "adapter_hash")  # of a manifest
 GRPO, DISTILLED, SUPERVISED, IMPORTED = "GRPO", "distilled", "fine-tuned", "imported"  # how a policy was trained
 WINDOW = 10  # steps averaged in a mean of the training metrics
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -161,7 +162,11 @@ def push_all(arguments: argparse.Namespace, places: dict[tuple[str, str], Path])
 
 def write_card(run: RunDir, directory: Path) -> Path:
     """Write the card of a published checkpoint atomically and return its path."""
-    text = render(run, manifest_as_written(directory))
+    manifest = manifest_as_written(directory)
+    needed = [*MADE_OF, *(OF_ADAPTER if manifest.get("policy") == "grpo" else ())]
+    if missing := [key for key in needed if key not in manifest]:
+        raise BadInput(f"{directory / MANIFEST} has no {missing[0]}, which its card names. {file_kinds.MANIFEST.fix}")
+    text = render(run, manifest)
     temporary = directory / f".{CARD}.{os.getpid()}.tmp"
     try:
         temporary.write_text(text)
@@ -419,7 +424,7 @@ def evaluation(run: RunDir, manifest: dict) -> str:
     if not run.eval_file.is_file():
         return f"{title}Not evaluated yet. `python -m eval` measures it, `python -m merge card` then fills this in."
     try:
-        result = read_object(run.eval_file, EVALUATION)
+        result = read_object(run.eval_file, file_kinds.EVALUATION)
     except BadInput:
         return f"{title}The run's eval.json holds no result."
     same_adapter = manifest["policy"] == "base" or result.get("adapter_hash") == manifest["adapter_hash"]

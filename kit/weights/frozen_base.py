@@ -373,7 +373,7 @@ class BaseCheckpoint:
         return expert_matrices(without_weights(self.config))
 
     def _stranger(self) -> str:
-        return f"{self.directory} is not the base the adapter was trained on ({self.info.get('model')})"
+        return f"{self.directory} is not the base the adapter was trained on ({self.info.get('model')}, by base.json)"
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the file's header."""

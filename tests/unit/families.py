@@ -135,7 +135,9 @@ class Shown:
 
 WRITTEN = [name for name, fmt in FORMATS.items() if not fmt.needs_llmcompressor]
 RATE_OF_LEARNING = 2e-2  # two steps take the policy far from the base
-NOISE = 1e-5  # mean KL in nats a token of two models with the same weights
+# Mean KL in nats a token of two models with the same weights, but for a code that rounds the other way: on one CPU a
+# single family has 7.9e-5 in nvfp4, all others are below 1e-5.
+NOISE = 1e-4
 SAMPLES = 8  # of calibration
 # {lever: (keys, largest relative difference of the adapter after two steps)}.
 LEVERS = {

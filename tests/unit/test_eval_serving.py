@@ -46,7 +46,7 @@ def make_checkpoint(folder: Path, **config: object) -> Path:
     )
     (folder / "model.safetensors").write_bytes(b"x" * 1000)
     name = folder.name
-    write_manifest(folder, "checkpoint", policy=folder.parent.name, format=name)
+    write_manifest(folder, "checkpoint", policy="base" if folder.parent.name == "base" else "grpo", format=name)
     return folder
 
 
