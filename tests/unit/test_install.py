@@ -219,7 +219,12 @@ def test_ci_runs_the_tests_once_beside_the_quickstart_and_waiting_for_every_envi
     assert asked == {"install", "quickstart", "waits", "test-all"} | {
         name.removeprefix(".venv-") for name in sandbox.SIDE_ENVIRONMENTS
     }
-    files = {file.stem.removeprefix("requirements-") for file in FILES} - {"requirements", "cpu", "cuda"}
+    files = {file.stem.removeprefix("requirements-") for file in FILES} - {
+        "requirements",
+        "cpu",
+        "cuda",
+        "audit",
+    }  # no test runs audit
     assert {f".venv-{name}" for name in files} == {*sandbox.SIDE_ENVIRONMENTS}, "the tests see them all"
 
 
