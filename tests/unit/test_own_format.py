@@ -154,6 +154,7 @@ def test_a_run_is_not_resumed_with_another_source_of_the_function(data, tmp_path
     config = load_config(CONFIG, ["--data.format=kit_own_format:asked"])
     base, facts = tmp_path / "base.json", tmp_path / "config.json"
     run = SimpleNamespace(replaces=False, base_file=base, config_file=facts, path=tmp_path)
+    run.facts = lambda: json.loads(facts.read_text())
     check_format(config, run)  # a new run
     base.write_text("{}")
     write_json(facts, format_hash(config))
