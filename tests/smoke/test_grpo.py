@@ -152,6 +152,7 @@ def test_a_run_is_resumed_on_the_problems_that_it_was_started_on(
     words = recipe_arguments(tiny_model_dir, tmp_path / "run", {"data.path": tmp_path, **changes})
     run = build_trainer(words, file=file).run
     (checkpoint := run.checkpoints / "step-000002").mkdir(parents=True)
+    (checkpoint / "optimizer.pt").touch()
     write_manifest(checkpoint, "training-state", quant_cfg=changes.get("policy.quant_cfg"))
     resume = [*words, "--resume", "--dry_run"]
     assert (done := recipe(resume, file)).code == 0, done.err

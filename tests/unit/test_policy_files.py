@@ -15,11 +15,13 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from kit.core.config.load import load_config
 from kit.core.config.schema import Config, PolicyConfig
 from kit.core.errors import BadInput, CheckFailed
+from kit.core.file_kinds import BASE as BASE_FACTS
 from kit.core.run_directory import RunDir, read_manifest, write_json, write_manifest
 from kit.core.run_files import read_json
 from kit.policy import load as policy
 from kit.weights.frozen_base import hash_pairs, hash_tensor, load_frozen
 from tests.conftest import CONFIG
+from tests.unit.filled import filled
 
 BASE, OTHER = "ab" * 32, "ab" * 31 + "cd"
 SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -157,7 +159,7 @@ def test_another_base_than_the_runs_or_the_adapters_is_refused_and_nothing_is_wr
     config, run = configuration(**{"model.path": "."}), RunDir(tmp_path / "run")
     run.path.mkdir()
     if which == "the run's":
-        write_json(run.base_file, {"hash": OTHER})
+        write_json(run.base_file, filled(BASE_FACTS, {"hash": OTHER}))
     else:
         config.policy.init_adapter = str(adapter(base_hash=OTHER))
     before = run.base_file.read_bytes() if run.base_file.exists() else None

@@ -203,9 +203,15 @@ def test_ranges_of_inputs_come_with_the_adapter_for_every_layer(tmp_path):
     before = linear.layer.input_peak.data_ptr()
     quantized_fold.set_input_peak(linear, peaks)
     assert (linear.layer.input_peak.item(), linear.layer.input_peak.data_ptr()) == (3.0, before)
-    for wrong in (float("nan"), float("inf"), 0.0, -1.0):
+    layers = r"1 of 3 layers have no range of their inputs.*k_proj"
+    for wrong, message in (
+        (float("nan"), "it has NaN"),
+        (float("inf"), "it has Infinity"),
+        (0.0, layers),
+        (-1.0, layers),
+    ):
         save_file({"x": torch.zeros(1)}, path, {"input_peaks": json.dumps(peaks | {"k_proj": wrong})})
-        with pytest.raises(ValueError, match=r"1 of 3 layers have no range of their inputs.*k_proj"):
+        with pytest.raises(ValueError, match=message):
             quantized_fold.read_input_peaks(tmp_path, [linear])
 
 
