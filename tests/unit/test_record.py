@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kit.core.config.load import load_config
-from kit.core.errors import MachineFailed
+from kit.core.errors import BadInput, MachineFailed
 from kit.core.run_directory import RunDir
 from kit.core.run_files import read_json
 from kit.train import record
@@ -141,7 +141,16 @@ def test_rewinding_drops_later_steps_and_a_line_cut_by_a_crash(tmp_path, read_js
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ledger.jsonl", "metrics.jsonl", "resumes.jsonl"]
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", '{"step": null}\n', '{"other": 1}\n', "\x00\x00"])
+@pytest.mark.parametrize("text", ['{"step": null}\n', '{"other": 1}\n', "\x00\x00\n"])
+def test_a_whole_line_that_is_no_step_stops_a_resume(tmp_path, text):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + text)
+    with pytest.raises(BadInput, match=r"metrics\.jsonl:2 is (not a line of a step|damaged)"):
+        drop_steps_after(path, 3)
+    assert path.read_text() == '{"step": 1}\n' + text
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "\x00\x00"])
 def test_lines_that_are_no_step_are_dropped(tmp_path, text, read_jsonl):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + text)

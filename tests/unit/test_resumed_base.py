@@ -7,18 +7,20 @@ import pytest
 
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput, CheckFailed
+from kit.core.file_kinds import BASE
 from kit.core.run_directory import RunDir, write_json
 from kit.core.run_files import read_json
 from kit.policy import load as policy
 from kit.policy.load import check_base_unchanged, record_base
 from kit.train import setup
 from tests.conftest import CONFIG
+from tests.unit.filled import filled
 
 HASH = "0123456789abcdef" * 4
 
 
 def facts(content: str = HASH) -> dict:
-    return {"hash": content, "tensors": {"a": content[:8], "b": "b"}, "revision": "main"}
+    return filled(BASE, {"hash": content, "tensors": {"a": content[:8], "b": "b"}, "revision": "main"})
 
 
 @pytest.fixture
