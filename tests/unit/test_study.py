@@ -33,7 +33,7 @@ def write_run(path: Path, gain: float) -> None:
             json.dumps(filled(MANIFEST, {"promoted": name.endswith("grpo/fp8")}))
         )
     rows = [{"step": step, "reward": 0.5 if step <= 10 else 0.9} for step in range(1, 21)]
-    (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     matrix = {"base": {name: cell(0.4) for name in FORMATS}, "grpo": {name: cell(0.4 + gain) for name in FORMATS}}
     result = {"n": 100, "matrix": matrix, "gain": {name: change(gain) for name in FORMATS}, "versions": {"torch": "1"}}
     result["gain_survival"] = {"fp8": change(-gain / 10), "nf4": change(0.0)}
