@@ -158,12 +158,14 @@ def test_a_weak_machine_is_refused_before_a_run_loads_its_base(monkeypatch):
     monkeypatch.setattr(Isolation, "level", "filter")
     for options, message in (({}, "isolation 'full'"), ({"isolation": "confined"}, "isolation 'confined'")):
         (bound,), _ = reward_functions(
-            RewardConfig(functions=["code"], allow_code_execution=True, options={"code": options})
+            RewardConfig(
+                functions=["code"], allow_code_execution=True, options={"code": options | {"timeout_s": 4.25}}
+            )
         )
         with pytest.raises(BadInput, match=message):
             check_run([bound], None, [])
     with pytest.raises(BadInput, match="isolation 'full'"):
-        python_tool(4.0)
+        python_tool(4.25)  # a sandbox that no other test has started
     with pytest.raises(BadInput, match="isolation is 'none', expected one of full, confined, any"):
         code_reward({"isolation": "none"})
 

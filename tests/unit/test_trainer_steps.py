@@ -520,7 +520,7 @@ def saving(policy, monkeypatch):
         if fails:
             raise fails[0]
 
-    def publish(policy, folder, version, base_hash, gathered) -> None:
+    def publish(policy, folder, version, base_hash, gathered, ledger) -> None:
         folder.mkdir(parents=True)
         write_manifest(folder, "adapter", version=version, base_hash=base_hash)
         order.append("adapter")
