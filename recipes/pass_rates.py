@@ -79,6 +79,8 @@ def rows_of(trainer: Any, problems: list[dict], samples: int) -> Iterator[tuple[
 def main(argv: list[str] | None = None) -> None:
     options, overrides = parse_arguments(argv)
     given = load_config(options.config, overrides)
+    if not options.out.name:
+        raise BadInput(f"--out {str(options.out)!r} names no file. Give one, such as --out data/rates.jsonl.")
     config, group = measuring(given, options.out), given.rollout.group_size
     samples = options.samples or group
     if samples < 1 or samples % group:
