@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kit.core.checksum import KEY
 from kit.core.run_directory import RunDir
 from tests.conftest import CONFIG, SMALL, run_here
 
@@ -55,7 +56,8 @@ def test_another_base_is_said_when_the_base_is_known(measured, tmp_path, recipe,
     lines = measured[0].read_text().splitlines()
     facts = json.loads(lines[0])
     facts["facts"]["base_hash"] = "0" * 64
-    (other := tmp_path / "other.jsonl").write_text("\n".join([json.dumps(facts), *lines[1:]]))
+    del facts[KEY]
+    (other := tmp_path / "other.jsonl").write_text("".join(f"{line}\n" for line in [json.dumps(facts), *lines[1:]]))
     keys = {"data.pass_rates": other, "data.max_train_problems": 30, "train.max_steps": 1, "train.save_steps": 1}
     done = recipe(recipe_arguments(learning_model_dir, tmp_path / "run", keys))
     assert done.code == 0 and "was measured with another base" in done.out
