@@ -151,7 +151,7 @@ class NumpyReplica(FakeReplica):
 
     def do_stage(self, body: Any, query: dict) -> tuple[int, dict]:
         if isinstance(body, bytes):
-            raise NotImplementedError("rollout.transport body")
+            raise ValueError("the replica of the soak takes adapters by path alone, not rollout.transport body")
         folder = Path(body["path"])
         adapter, metadata = read_tensors(folder / WEIGHTS)
         config = json.loads(metadata.get(CONFIG_TEXT) or (folder / CONFIG).read_text())

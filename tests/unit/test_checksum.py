@@ -24,7 +24,7 @@ def flips(content: bytes):
 
 
 def test_a_checksum_is_missed_when_any_bit_of_it_is_flipped(tmp_path):
-    """Of the whole file: what is read is refused, or has the same values."""
+    """A damaged file is refused, or it still holds the same values."""
     file = tmp_path / "record.json"
     write_record(file, VALUE)
     assert read_json(file) == VALUE

@@ -79,7 +79,7 @@ def tell_it_to_die(folder: Path) -> str:
 
 
 def test_a_server_that_dies_is_started_again_and_the_trainer_goes_on(stand_ins, tmp_path, port, capsys, left):
-    """It takes no part in it: it waits, as long as it is told."""
+    """Keep it idle: it waits for as long as it is asked to."""
     server = counted(tmp_path, "servers") + DIES_WHEN_TOLD
     trainer = counted(tmp_path, "trainers") + until("SERVER()") + step(tmp_path, 1)
     trainer += tell_it_to_die(tmp_path) + until("not SERVER()") + until("SERVER()") + "time.sleep(1.5)"
