@@ -57,9 +57,20 @@ class Consumed(Stepped):
     problem_ids: list[str]
 
 
+class Part(TypedDict, total=False):
+    text: str | None
+
+
+class Asked(TypedDict, total=False):
+    """A message of a prompt."""
+
+    role: Required[str]
+    content: str | list[Part] | None
+
+
 class Completion(TypedDict, total=False):
     problem_id: Required[str]
-    prompt: Required[str]
+    prompt: Required[str | list[Asked]]
     completion: Required[str]
     text: str | None
     gold: str | None
@@ -75,7 +86,7 @@ class Message(TypedDict):
 class Logged(TypedDict, total=False):
     """Prompt and completion, of a trainer or of `merge import --prompts`."""
 
-    prompt: Required[str | list[dict[str, Any]]]
+    prompt: Required[str | list[Asked]]
     completion: Required[str | list[Message]]
     text: str | None
 

@@ -26,6 +26,7 @@ from eval.score import summarize
 from kit.core.checksum import line_of
 from kit.core.config.load import config_from_dict
 from kit.core.errors import BadInput, CheckFailed
+from kit.core.file_kinds import BASE as BASE_FACTS
 from kit.core.ledger import ledger_facts
 from kit.core.run_directory import (
     MANIFEST,
@@ -41,6 +42,7 @@ from kit.core.run_files import read_json
 from kit.data.leaks import find_leaks
 from kit.data.problems import Problem, load_problems
 from kit.train.record import Recorder
+from tests.unit.filled import filled
 
 PROBLEMS = 60
 SOLVED = {"strong": 50, "weak": 22}  # by GRPO; the base solves 20
@@ -81,7 +83,7 @@ def make_run(folder: Path, name: str) -> RunDir:
         "eval": {"formats": ["bf16", "fp8"], "gate": {"format": "fp8", "max_quantization_loss": 0.2}},
     }
     write_record(run.config_file, {"config": values})
-    write_record(run.base_file, {"hash": "b" * 64})
+    write_record(run.base_file, filled(BASE_FACTS, {"hash": "b" * 64}))
     config = config_from_dict(values)
     recorder, trained = Recorder(run, config), load_problems(config.data, "train")
     for step in range(1, 5):
@@ -96,7 +98,8 @@ def make_run(folder: Path, name: str) -> RunDir:
             (partial / "model.safetensors").write_bytes(f"weights of {policy} {used} in {name}".encode())
             (partial / "config.json").write_text("{}")
             own = {"adapter_version": 4, "adapter_hash": digest} if policy == "grpo" else {}
-            facts = {"policy": policy, "format": used, "base_hash": "b" * 64, "verify": {"mean_kl": 0.001}}
+            verified = {"mean_kl": 0.001, "max_abs_dlogp": 0.01, "top1_agreement": 0.99, "tokens": 512}
+            facts = {"policy": policy, "format": used, "base_hash": "b" * 64, "verify": verified}
             write_manifest(partial, "checkpoint", **facts, **own)
     return run
 
