@@ -33,6 +33,7 @@ SIDE_ENVIRONMENTS = (
 )
 # The machine's own: where programs and libraries are, the terminal, temporary files, whether this is CI.
 KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TERM", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "TMPDIR", "CI", "USER")
+KEPT += ("BAD_INPUTS", "RUN_FILES", "RANK_SEEDS")  # how many cases a test tries
 KEPT += ("GRPO_KIT_DATA", "GRPO_KIT_CACHE", "PYTEST_ADDOPTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD", WAIT_FOR)
 SET = {
     # Before the first import of torch: on two cores more threads only wait for each other.

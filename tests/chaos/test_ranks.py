@@ -53,7 +53,7 @@ def spoiled(inputs, settings):
     calls.append(1)
     return loss * float("nan") if rank == 1 and len(calls) == 4 else loss  # two calls try it on two rows
 """
-SEEDS = (1, 2)
+SEEDS = range(1, 1 + int(os.environ.get("RANK_SEEDS", "1")))  # of kills at a random moment of step 3
 
 
 @dataclass

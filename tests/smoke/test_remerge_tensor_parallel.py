@@ -15,6 +15,7 @@ from tests.unit.merge_fixture import byte_tokenizer
 from tests.unit.test_experts import make_experts
 
 SCRIPT = Path(__file__).with_name("remerge_two_workers.py")
+MORE = ("qwen2_moe", "olmoe")
 
 
 def scores_of(folder: Path, model: Path, weights: str) -> dict[str, np.ndarray]:
@@ -46,7 +47,8 @@ def test_two_workers_serve_what_a_fresh_load_of_the_merged_checkpoint_serves(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "olmoe"])
+# Each starts two servers of two workers: a minute.
+@pytest.mark.parametrize("kind", ["qwen3_moe", *(pytest.param(one, marks=pytest.mark.sweep) for one in MORE)])
 def test_experts_split_over_two_workers_are_those_of_a_fresh_load(tmp_path, kind):
     shared = {"shared_expert_intermediate_size": 128} if kind == "qwen2_moe" else {}
     model = make_experts(tmp_path / "model", kind, moe_intermediate_size=128, hidden_size=128, head_dim=32, **shared)
