@@ -114,8 +114,21 @@ class AdapterSync:
                 self.recovery.bring_back(failed, is_final=attempt > 0)
                 if self.served is None:  # some may serve this version already, under a name that is taken now
                     self._begin_session()
-                else:  # a request whose answer was lost may have been carried out
-                    self._roll_back(version, {})
+                else:
+                    self._undo(version)
+
+    def _undo(self, version: int) -> None:
+        """Make all replicas serve the version before again, without `version`: a request whose answer was lost may
+        have been carried out. One that does not confirm it is started again."""
+
+        def undo(replica: Replica) -> None:
+            replica.activate(self.session, self.served)
+            replica.discard(self.session, version)
+
+        while failed := ask_all(self.replicas, undo, probe="activate")[1]:
+            reasons, hint = _reasons(failed), restart_hint(self.run, failed)
+            text = f"{_names(failed)} did not go back to adapter version {self.served}: {reasons}. {hint}"
+            self.recovery.bring_back(ReplicasFailed(text, failed), is_final=True)
 
     def restore(self, replica: Replica) -> None:
         """Make a replica that was started again serve what the others do; `ReplicaError` if it cannot, or if its

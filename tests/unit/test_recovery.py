@@ -250,6 +250,26 @@ def test_a_sync_whose_answer_is_lost_is_made_again_without_a_restart(kept, actio
     assert [one.versions for one in it.fakes] == [[2], [2]]
 
 
+@pytest.mark.parametrize("lost", [["activate"] * 2, ["activate"] * 3, ["activate", "discard"]])
+def test_a_sync_whose_answers_stay_lost_is_made_again_with_another_process(kept, lost):
+    """The version is staged on the old one, which did not confirm that it was discarded."""
+    it = kept(2)
+    fake, left = it.fakes[1], [*lost]
+    answer = fake.answer
+
+    def cut(asked: str, body: dict, query: dict) -> tuple[int, dict]:
+        found = answer(asked, body, query)
+        if left and asked == left[0]:
+            del left[0]
+            raise ConnectionResetError
+        return found
+
+    fake.answer = cut
+    publish(it, 2)
+    assert not left and [one.served for one in it.fakes] == [(it.sync.session, 2)] * 2
+    assert [one.versions for one in it.fakes] == [[2], [2]] and {url for url, _ in it.requests} == {fake.url}
+
+
 def test_a_replica_whose_canary_is_off_is_started_again_until_it_is_not(kept):
     it = kept(2)
     fake = it.fakes[0]
