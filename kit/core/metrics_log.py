@@ -23,6 +23,7 @@ SMOOTH = 10  # steps over which a drawn curve is smoothed
 SILENT_STEPS, SILENT_S = 5, 60.0
 ENDED = ("finished", "stopped", "failed")
 LARGEST = 1e100
+CHUNK = 1 << 20  # bytes read at once
 WITHIN_ROLLOUT = ("wake", "sync", "sleep")  # parts of seconds.rollout with a server
 # No phases of the step: the servers generate during the update, and other episodes go on while one waits for a tool.
 BESIDE = ("rollout_hidden", "environment")
@@ -34,11 +35,12 @@ class MetricsLog:
     A line counts once its newline is written, so a partial line is never read. A step that goes back means a resumed
     run: its line replaces every earlier line of that step and later ones. A replaced or truncated file is read from
     the start; known rows stay if the new file continues from them, as after a rotation. `bad_lines` counts complete
-    lines that are not a step, or not what was written.
+    lines that are not a step, or not what was written. With `most`, only so many of the newest rows are kept, and a
+    long file is never in memory as a whole.
     """
 
-    def __init__(self, path: Path):
-        self.path = Path(path)
+    def __init__(self, path: Path, most: int | None = None):
+        self.path, self.most = Path(path), most
         self._forget()
 
     def _forget(self) -> None:
@@ -55,12 +57,12 @@ class MetricsLog:
             return False
         with opened(self.path, STEP.fix) as file:
             changed = self._restart_if_replaced(file)
-            data = file.read()
-        self._offset += len(data)
-        *lines, self._tail = (self._tail + data).split(b"\n")
-        before = len(self.rows), self.rows[-1:]
-        for line in lines:
-            self._add(line)
+            before = len(self.rows), self.rows[-1:]
+            while data := file.read(CHUNK):
+                self._offset += len(data)
+                *lines, self._tail = (self._tail + data).split(b"\n")
+                for line in lines:
+                    self._add(line)
         return changed or (len(self.rows), self.rows[-1:]) != before
 
     def _restart_if_replaced(self, file: BinaryIO) -> bool:
@@ -87,6 +89,8 @@ class MetricsLog:
             while self.rows and self.rows[-1]["step"] >= row["step"]:
                 self.rows.pop()
         self.rows.append(row)
+        if self.most is not None:
+            del self.rows[: -self.most]
 
 
 def read_completions(file: Path) -> list[dict]:

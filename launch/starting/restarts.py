@@ -42,7 +42,7 @@ class Restarts:
     def __post_init__(self) -> None:
         self.made: list[Restarted] = []
         self._failed_at: list[float] = []  # of each, in time.monotonic()
-        self._log = MetricsLog(self.run.metrics_file)
+        self._log = MetricsLog(self.run.metrics_file, most=1)
 
     @property
     def step(self) -> int:
@@ -58,7 +58,6 @@ class Restarts:
     def _newest(self) -> dict | None:
         """The line of the newest step, the only one that is kept: a long run's lines would be most of the memory."""
         self._log.poll()
-        del self._log.rows[:-1]
         return self._log.rows[-1] if self._log.rows else None
 
     @property
