@@ -139,6 +139,7 @@ def serve(arguments: list[str]) -> None:
         threading.Timer(float(dies_after), lambda: (print("CUDA out of memory", flush=True), os._exit(3))).start()
 
     def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun and the job may both send one
         note("servers ended", [])
         os._exit(0)
 

@@ -261,9 +261,14 @@ def lives(process: psutil.Process) -> bool:
     return False
 
 
-def gone(family: list[psutil.Process]) -> bool:
-    """Whether all of them have ended, as zombies have that nobody collects."""
-    return not any(map(lives, family))
+def gone(family: list[psutil.Process], within_s: float = 5.0) -> bool:
+    """Whether all of them have ended, as zombies have that nobody collects; the last of them may just be ending."""
+    ends = time.monotonic() + within_s
+    while any(map(lives, family)):
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 @pytest.mark.parametrize(
