@@ -97,7 +97,8 @@ def forwards(shape: Shape, config: Config, completions: int) -> Forwards:
     prompts = completions / shared
     tokens = completions * completion + prompts * prompt
     attention = pairs * (completions * (completion**2 + 2 * prompt * completion) + prompts * prompt**2)
-    count = math.ceil(tokens / max(train.micro_batch_tokens, prompt + completion))
+    together = train.sequence_parallel  # processes that compute a pack of all their rows
+    count = math.ceil(tokens * together / max(train.micro_batch_tokens * together, prompt + completion))
     return Forwards(count, tokens / count, completions * completion / count, attention / count)
 
 

@@ -18,7 +18,7 @@ from kit.plan.gpus import CARDS, Card
 from kit.plan.memory import Estimate
 from kit.plan.placement import Placement, place
 from kit.plan.recompute import least, set_recompute
-from kit.plan.sizes import Keys, process_completions, row_tokens, with_keys
+from kit.plan.sizes import Keys, least_pack, process_completions, row_tokens, with_keys
 
 STEP, PACK_STEP = 128, 1024  # tokens; completion lengths and packs are searched in multiples of them
 
@@ -226,9 +226,8 @@ def largest_micro_batch(layout: Layout) -> int | None:
 
 def largest_pack(layout: Layout) -> int | None:
     """The largest `train.micro_batch_tokens`, a multiple of 1,024, that fits; None if a single row does not."""
-    length = row_tokens(layout.config)
-    everything = process_completions(layout.config) * length
-    sizes = range(math.ceil(length / PACK_STEP) * PACK_STEP, everything + PACK_STEP, PACK_STEP)
+    everything = process_completions(layout.config) * row_tokens(layout.config)
+    sizes = range(math.ceil(least_pack(layout.config) / PACK_STEP) * PACK_STEP, everything + PACK_STEP, PACK_STEP)
     return largest_that_fits(sizes, lambda size: fits_with(layout, {"train.micro_batch_tokens": size}))
 
 
@@ -244,8 +243,9 @@ def largest_completion(layout: Layout) -> int | None:
             return False
         return found.server is None or sequences(found) >= found.config.rollout.group_size
 
-    budget = layout.config.train.micro_batch_tokens or layout.shape.positions  # a row has to fit into a pack
-    longest = min(budget, layout.shape.positions) - layout.config.rollout.max_prompt_length
+    train, positions = layout.config.train, layout.shape.positions
+    pack = (train.micro_batch_tokens or positions) * train.sequence_parallel  # a row has to fit into one
+    longest = min(pack, positions) - layout.config.rollout.max_prompt_length
     return largest_that_fits(range(STEP, longest + 1, STEP), fits)
 
 
@@ -317,9 +317,9 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
         found.append((keys, "fewer GPUs for the trainer"))
     micro = train.per_device_train_batch_size
     if train.micro_batch_tokens is not None:
-        longest = row_tokens(config)
-        if train.micro_batch_tokens > longest:
-            half = max(longest, train.micro_batch_tokens // 2)
+        least = least_pack(config)
+        if train.micro_batch_tokens > least:
+            half = max(least, train.micro_batch_tokens // 2)
             found.append(({"train.micro_batch_tokens": half}, "more, smaller passes over the same batch"))
     elif micro > 1:
         sizes = [size for size in micro_batches(process_completions(config)) if size < micro]

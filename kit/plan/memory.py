@@ -25,7 +25,7 @@ from kit.plan import quantized, teacher
 from kit.plan.coefficients import value
 from kit.plan.decoder import Experts, LinearAttention, Shape
 from kit.plan.gpus import Card
-from kit.plan.sizes import is_flex, process_completions, row_tokens, value_bytes
+from kit.plan.sizes import is_flex, least_pack, process_completions, row_tokens, value_bytes
 
 GIB = 2**30
 NF4_BLOCK, SCALE_BLOCK = 64, 256
@@ -330,7 +330,7 @@ def micro_batch(config: Config) -> tuple[int, int]:
         rows = train.per_device_train_batch_size
         return rows * length, rows * config.rollout.max_completion_length
     # A longer row gets a pack of its own.
-    tokens = max(length, min(train.micro_batch_tokens, process_completions(config) * length))
+    tokens = max(least_pack(config), min(train.micro_batch_tokens, process_completions(config) * length))
     return tokens, tokens
 
 
@@ -423,7 +423,7 @@ def update_parts(
     kinds += shape.windowed > 0 and (padded or has_window(shape, config))
     mask = kinds * train.per_device_train_batch_size * length**2 * (1 + narrow) / GIB
     if packed and card.is_cpu:  # on a GPU blocks of 128 x 128 tokens are one entry
-        mask = tokens**2 * (1 + narrow) / GIB
+        mask = (tokens * train.sequence_parallel) ** 2 * (1 + narrow) / GIB
     again = run_again(shape, config)
     whole = shape.layers - again
     if again:

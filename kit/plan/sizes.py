@@ -19,6 +19,11 @@ def row_tokens(config: Config) -> int:
     return config.rollout.max_prompt_length + config.rollout.max_completion_length
 
 
+def least_pack(config: Config) -> int:
+    """Tokens that one process computes of the longest prompt and completion, in a pack of their own."""
+    return -(-row_tokens(config) // config.train.sequence_parallel)
+
+
 def process_completions(config: Config) -> int:
     """Completions of one trainer process per step."""
     return config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps

@@ -5,6 +5,7 @@ import inspect
 import torch
 from accelerate import Accelerator
 
+from kit.policy.packed.sequence_parallel import SequenceGroup, all_gathered
 from kit.policy.routing import Routing, routed
 
 # Entries that a batch's first forward adds to its rows, for further updates with them.
@@ -23,6 +24,32 @@ def keep_scores(inputs: dict, parts: list[dict], plan: list[list[int]]) -> None:
     for key in KEPT:
         if key in parts[0]:
             inputs[key] = torch.cat([part[key] for part in parts])[order]
+
+
+def shared_rows(inputs: dict, group: SequenceGroup) -> dict:
+    """The rows (B, ...) of all processes of the group, (N·B, ...) in the order of their ranks, padded to the widest:
+    prompts on the left, all else on the right."""
+    rows, shared = len(inputs["completion_ids"]), {}
+    for key, value in inputs.items():
+        if not torch.is_tensor(value) or not value.ndim or len(value) != rows:
+            shared[key] = value
+            continue
+        if value.ndim == 2:
+            widths = all_gathered(torch.tensor([value.size(1)], device=value.device), group)
+            missing = int(torch.cat(widths).max()) - value.size(1)
+            value = torch.nn.functional.pad(value, (missing, 0) if key.startswith("prompt_") else (0, missing))
+        kind = value.dtype
+        together = torch.cat(all_gathered(value.byte() if kind == torch.bool else value, group))
+        shared[key] = together.to(kind)
+    return shared
+
+
+def keep_own_scores(inputs: dict, shared: dict, group: SequenceGroup) -> None:
+    """Copy `KEPT` of this process's rows from `shared_rows` back to `inputs`."""
+    rows, columns = inputs["completion_ids"].shape
+    for key in KEPT:
+        if key in shared:
+            inputs[key] = shared[key][group.rank * rows : (group.rank + 1) * rows, :columns]
 
 
 def whole_rows(inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:

@@ -532,7 +532,7 @@ def trainer_parts(config: Config, run: RunDir, task: Task, arguments: Any) -> tu
 def out_of_memory(config: Config, step: int, error: Exception) -> CheckFailed:
     """The error for a step that ran out of GPU memory, with the changes that need less and are allowed on --resume."""
     train, rollout = config.train, config.rollout
-    longest = rollout.max_prompt_length + rollout.max_completion_length
+    longest = -(-(rollout.max_prompt_length + rollout.max_completion_length) // train.sequence_parallel)
     changes = []
     if train.micro_batch_tokens is None and _may_change(config, micro_batch_tokens=longest):
         changes.append(f"set train.micro_batch_tokens ({longest} or more)")

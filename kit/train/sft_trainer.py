@@ -32,7 +32,7 @@ from kit.train.loss import LossFunction
 from kit.train.loss_scale import KEYS as SCALE_KEYS
 from kit.train.rows import loss_mask, take_rows
 from kit.train.sampling import row_tensors
-from kit.train.step import PolicyStep, StepTally
+from kit.train.step import IDLE, PolicyStep, StepTally
 from kit.train.trainer import PolicyTrainer, loss_settings, trainer_arguments
 
 # Keys of GRPO's lines that those of supervised fine-tuning have too.
@@ -98,10 +98,10 @@ class SftStep(PolicyStep):
         sums = torch.zeros(3, device=batch["completion_ids"].device)
         model = self.policy.model
         with torch.no_grad(), self.policy.not_checkpointed(model), turned_off(self.dropouts):
-            for rows in plan:
-                part = take_rows(batch, rows)
+            for part in [take_rows(batch, rows) for rows in plan] + self._idle_parts(batch, plan):
                 logps, is_top = self._logps(model, part, compute_entropy=True)
-                sums += _sums(logps, is_top, loss_mask(part))
+                if IDLE not in part:
+                    sums += _sums(logps, is_top, loss_mask(part))
         return sums
 
 

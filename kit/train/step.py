@@ -10,6 +10,9 @@ are one micro-batch.
 - The reference runs on the same packs as the policy, so a policy that has not moved has a KL of exactly 0. Otherwise
   Adam would turn the gradient of rounding errors into full-size steps.
 - The adapter's dropout is on in the forward for the loss and nowhere else (`adapter_dropout.py`).
+- Where every pass waits for all processes (FSDP2, DeepSpeed), a process with fewer micro-batches than another makes
+  idle ones: a row of its own once more, whose loss is 0.
+- With `train.sequence_parallel` the processes of a group compute the loss of all their rows together.
 - Metrics stay on the device until the end of the step, and cover all its rows over all processes.
 - The run stops at the end of a step, before its update, if the sampler is not the policy.
 
@@ -25,6 +28,7 @@ from kit.core.config.schema import Config
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir
 from kit.policy.adapter_dropout import SEED, adapter_dropouts, seed_of, seeded
+from kit.policy.packed import sequence_parallel
 from kit.policy.packed.packing import packed_logps, plan_micro_batches
 from kit.policy.routing import Routing
 from kit.train.figures import StepFigures
@@ -33,11 +37,20 @@ from kit.train.mismatch import describe_fault, importance_ratio, measure, routin
 from kit.train.own_loss import LossFailed
 from kit.train.record import keep_traceback
 from kit.train.replay import OLD as REPLAYED
-from kit.train.rows import keep_scores, loss_mask, padded_logps, take_rows, whole_rows
+from kit.train.rows import (
+    keep_own_scores,
+    keep_scores,
+    loss_mask,
+    padded_logps,
+    shared_rows,
+    take_rows,
+    whole_rows,
+)
 from kit.train.trained_policy import TrainedPolicy
 from kit.train.trl_trainer import GRPOConfig
 
 NO_ENTROPY = -1e9  # pads the entropies of processes with fewer tokens
+IDLE = "is_idle"  # a micro-batch that keeps this process in step with the others, and teaches nothing
 
 
 class SamplerIsNotThePolicy(CheckFailed):
@@ -77,6 +90,7 @@ class PolicyStep:
         self.arguments, self.settings, self.function = arguments, settings, function
         self.figures, self.metrics = figures, metrics
         self.dropouts = adapter_dropouts(policy.model)
+        self.group = sequence_parallel.start(config.train.sequence_parallel)
         self.tally = StepTally()
 
     def loss(self, model: torch.nn.Module, inputs: dict, accumulated: int) -> torch.Tensor:
@@ -85,31 +99,64 @@ class PolicyStep:
         Raises `CheckFailed` if the sampler is not the policy: after the step's last forward and before its last
         backward, so before the update.
         """
+        own = inputs
+        if self.group is not None:
+            inputs = shared_rows(own, self.group)
         rows, total = len(inputs["completion_ids"]), 0.0
         plan = [list(range(rows))] if self.config.train.micro_batch_tokens is None else self.plan(inputs)
         if self.dropouts:
             seed_of(inputs)
-        parts = [inputs] if len(plan) == 1 else [take_rows(inputs, rows) for rows in plan]
+        idle = self._idle_parts(inputs, plan)
+        parts = [inputs] if len(plan) == 1 and not idle else [take_rows(inputs, rows) for rows in plan] + idle
         for number, part in enumerate(parts if self.dropouts else ()):
             part[SEED] += number
         self._score_packs(parts)
         # All tokens of the rollouts, of which a step may use a part; DDP averages over processes.
         share = accumulated / self.arguments.steps_per_generation
         step_tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes * share
+        if self.group is not None:  # of as many rows as this process computes
+            step_tokens = step_tokens * self.group.size
         for number, part in enumerate(parts, start=1):
             # DDP exchanges the sum of the gradients once, in the last backward.
             with contextlib.nullcontext() if number == len(parts) else self.accelerator.no_sync(model):
-                loss = self.loss_of_rows(model, part, rows * accumulated, step_tokens)
+                if IDLE in part:
+                    loss = self.no_loss(model, part)
+                else:
+                    loss = self.loss_of_rows(model, part, rows * accumulated, step_tokens)
                 if number < len(parts):
-                    self.accelerator.backward(loss)
+                    self._backward(loss)
             total += loss.detach()
         if len(parts) > 1:
-            keep_scores(inputs, parts, plan)
+            keep_scores(inputs, parts[: len(plan)], plan)
+        if self.group is not None:
+            keep_own_scores(own, inputs, self.group)
         if self.accelerator.sync_gradients:
             tally, self.tally = self.tally, StepTally()
             self.finish(tally)
         # The value covers all rows, the gradient the last ones: the others' is in the parameters already.
         return loss + (total - loss.detach())
+
+    def _idle_parts(self, inputs: dict, plan: list[list[int]]) -> list[dict]:
+        """What this process adds to its micro-batches `plan` to have as many as the process with the most; empty where
+        a pass waits for nobody. The shortest row costs least."""
+        if self.config.train.micro_batch_tokens is None or not self.policy.waits_in_every_pass:
+            return []
+        mine = torch.tensor([len(plan)], device=self.accelerator.device)
+        most = int(self.accelerator.gather(mine).max())
+        lengths = inputs["prompt_mask"].sum(dim=1) + inputs["completion_mask"].sum(dim=1)  # (B,)
+        shortest = int(lengths.argmin())
+        return [take_rows(inputs, [shortest]) | {IDLE: True} for _ in range(most - len(plan))]
+
+    def no_loss(self, model: torch.nn.Module, rows: dict) -> torch.Tensor:
+        """A loss of 0 by the same forward as `loss_of_rows`, so that its backward takes part in the others'."""
+        return self.score(model, rows)[0].sum() * 0.0
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """The backward of a micro-batch that is not the step's last."""
+        if self.policy.is_deepspeed:  # accelerate's own would make the update; transformers scales by nothing either
+            self.accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=False, scale_wrt_gas=False)
+        else:
+            self.accelerator.backward(loss)
 
     def loss_of_rows(
         self, model: torch.nn.Module, rows: dict, step_rows: int, step_tokens: torch.Tensor
@@ -124,6 +171,8 @@ class PolicyStep:
             rows["old_per_token_logps"] = old
             if sampler is not None:
                 fresh = mask if replayed is None else mask * replayed.isnan()
+                if self.group is not None and self.group.rank:  # the first process of a group compares its rows
+                    fresh = torch.zeros_like(fresh)
                 self.tally.compared.append((logps.detach(), sampler, fresh))
         inputs = LossInputs(
             logps=logps,
@@ -164,11 +213,12 @@ class PolicyStep:
     def plan(self, inputs: dict) -> list[list[int]]:
         """The rows of each micro-batch of packs."""
         train = self.config.train
+        budget = train.micro_batch_tokens * train.sequence_parallel  # tokens of a process, tokens of a pack
         prompts = zip(inputs["prompt_ids"].tolist(), inputs["prompt_mask"].sum(dim=1).tolist(), strict=True)
         return plan_micro_batches(
             [tuple(ids[len(ids) - length :]) for ids, length in prompts],  # padded on the left
             inputs["completion_mask"].sum(dim=1).tolist(),
-            train.micro_batch_tokens,
+            budget,
             train.share_prompts,
         )
 
@@ -193,24 +243,28 @@ class PolicyStep:
         """KL to the reference of newly sampled rows (B,), nats per completion: the sum over its tokens of
         log π - log π_ref, as in trl 1.16's RLOOTrainer. Logs `kl`, the mean over all tokens of the k3 of these
         log-probs, as the loss does; it is never negative."""
-        train, rows = self.config.train, len(batch["completion_ids"])
+        own, train = len(batch["completion_ids"]), self.config.train
+        if self.group is not None:
+            batch = shared_rows(batch, self.group)
+        rows = len(batch["completion_ids"])
         size = self.arguments.per_device_train_batch_size
         is_padded = train.micro_batch_tokens is None
         plan = (
             [list(range(at, min(at + size, rows))) for at in range(0, rows, size)] if is_padded else self.plan(batch)
         )
-        parts = [take_rows(batch, rows) for rows in plan]
+        parts = [take_rows(batch, rows) for rows in plan] + self._idle_parts(batch, plan)
         self._score_reference(parts)
         with self.figures.timed("reference"), torch.no_grad(), self.policy.not_checkpointed(self.policy.model):
             for part in parts:
                 logps, _ = self._logps(self.policy.model, part, compute_entropy=False)
                 part["kl"] = (logps - part["ref_per_token_logps"]) * loss_mask(part)  # (b, C)
         order = torch.tensor([row for part in plan for row in part]).argsort()
-        kl = torch.cat([part["kl"] for part in parts])[order]  # (B, C)
+        kl = torch.cat([part["kl"] for part in parts[: len(plan)]])[order]  # (B, C)
         k3 = torch.stack([((-kl).exp() - 1 + kl).sum(), loss_mask(batch).sum().to(kl.dtype)])
         total, tokens = self.accelerator.reduce(k3, "sum").tolist()
         self.metrics["kl"].append(total / max(tokens, 1.0))
-        return kl.sum(dim=1)
+        first = 0 if self.group is None else self.group.rank * own
+        return kl.sum(dim=1)[first : first + own]
 
     def _score_packs(self, parts: list[dict]) -> None:
         """Add the reference's log-probs (b, C) to micro-batches of packs."""
@@ -237,6 +291,7 @@ class PolicyStep:
             attention=train.packed_attention,
             routing=routing,
             field=self.field,
+            group=self.group,
         )
 
     def _routing(self, rows: dict, is_counted: bool) -> Routing | None:

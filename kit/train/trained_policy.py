@@ -21,6 +21,9 @@ class TrainedPolicy:
     def __init__(self, trainer: GRPOTrainer, config: Config, base_hash: str, split: str | None):
         self._trainer, self.config, self.base_hash = trainer, config, base_hash
         self.processes, self.is_split = trainer.accelerator, split is not None
+        self.is_deepspeed = trainer.is_deepspeed_enabled
+        # ZeRO-1 and 2 exchange gradients in every backward.
+        self.waits_in_every_pass = self.is_split or self.is_deepspeed
         self.stop_token_ids: list[int] = trainer.eos_token_ids
         self._file: AdapterFile | None = None
         self._start: list[tuple[torch.nn.Parameter, torch.Tensor]] | None = None

@@ -328,7 +328,7 @@ class PolicyTrainer(GRPOTrainer):
         if self.ref_model is not None or "ref" in self.model.peft_config:
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
         if config.train.micro_batch_tokens is not None:
-            use_packed_attention(self.model.get_base_model())
+            use_packed_attention(self.model.get_base_model(), is_split=config.train.sequence_parallel > 1)
         # Since torch 2.11 sdpa's first choice on Hopper. With a padding mask its backward pass gives NaN where the
         # length divided by 128 leaves 64 and a position's log-sum-exp is below -88 (pytorch issue 196678).
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -59,7 +59,8 @@ def change(model) -> None:
 def count_micro_batches() -> list[int]:
     """A list that gets the number of micro-batches of every update in this process.
 
-    In the second process every row is one of its own, so that the numbers differ whatever is sampled.
+    In the second process every row is one of its own, so that the numbers differ whatever is sampled, unless both
+    compute the same packs.
     """
     from kit.train.step import PolicyStep
 
@@ -67,7 +68,7 @@ def count_micro_batches() -> list[int]:
 
     def note(self, inputs: dict) -> list[list[int]]:
         found = plan(self, inputs)
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] == "1" and self.group is None:
             found = [[row] for rows in found for row in rows]
         counts.append(len(found))
         return found

@@ -48,6 +48,8 @@ KEYS = {"train.per_device_train_batch_size": 8, "train.max_steps": 2}
 # The same 8 in micro-batches of tokens; a completion with its prompt may have 88.
 PACKED = {**KEYS, "train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 2}
 PACKED |= {"train.micro_batch_tokens": 96}
+# Packs of both processes, whose tokens they split; half of a completion with its prompt fits into a process.
+SEQUENCES = {**PACKED, "train.micro_batch_tokens": 44, "train.sequence_parallel": 2}
 # So cold that one process and two sample the same completions of a step's prompts.
 DISTILLED = {"distill.teacher": "base", "policy.quant_cfg": "nvfp4a16", "train.max_steps": 2}
 DISTILLED |= {"rollout.temperature": 1e-4, "train.learning_rate": 1e-4}
@@ -143,7 +145,8 @@ def test_replicas_that_cannot_be_woken_end_both_processes(tmp_path, recipe_argum
 
 
 SHARDED = ("fsdp2", "zero3")
-WHOLE = 7  # the runs on a whole base come first
+WHOLE = 8  # the runs on a whole base come first
+PARTS = 6  # for each way of splitting it
 
 
 @dataclass
@@ -164,9 +167,10 @@ class Split:
 @pytest.fixture(scope="module")
 def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_model_dir) -> Split:
     """On a whole base: two steps (`ddp`), the same resumed after one, a quantized distillation, a run from `ddp`'s
-    adapter with that as its reference, a supervised one, one in micro-batches and one with a server. Then for each
-    kind of a split base: two steps, the same resumed after one, one from an adapter with a server, and one step on an
-    unquantized base."""
+    adapter with that as its reference, a supervised one, one in packs whose tokens are split, one in micro-batches and
+    one with a server. Then for each
+    kind of a split base: two steps, the same resumed after one, one from an adapter with a server, one step on an
+    unquantized base, two steps in split packs and two in micro-batches. Last two in micro-batches under ZeRO-2."""
     folder, plan = tmp_path_factory.mktemp("split"), []
     keys = {**KEYS, "train.save_steps": 1}
     replicas = {kind: fake_replica(untied) for kind in SHARDED} | {"overlapped": fake_replica(tiny_model_dir)}
@@ -186,6 +190,7 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
     started = {"policy.init_adapter": folder / "ddp/adapters/v000002", "policy.reference": "init_adapter"}
     add("started", untied, keys | started, ON_A_CPU)
     add("fine-tuned", untied, FINE_TUNED | {"data.path": demonstrations(untied, folder)}, ON_A_CPU, SUPERVISED)
+    add("sequences", untied, SEQUENCES, ON_A_CPU)
     add("packed", untied, PACKED, ON_A_CPU)
     overlap = {"rollout.overlap": "true", "train.max_steps": 3}
     add("overlapped", tiny_model_dir, server_keys(replicas["overlapped"]) | overlap, ON_A_CPU)
@@ -199,6 +204,10 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
         add(f"{kind}-served", untied, server, environment)
         unquantized = {**keys, "policy.quantization": "none", "train.max_steps": 1}
         add(f"{kind}-unquantized", untied, unquantized, environment)
+        add(f"{kind}-sequences", untied, SEQUENCES, environment)
+        add(f"{kind}-packed", untied, PACKED, environment)
+    environment = {"ACCELERATE_USE_FSDP": "false"} | announces(ROOT / "accelerate_configs/zero2.yaml")
+    add("zero2-packed", untied, PACKED, environment | {"ACCELERATE_MIXED_PRECISION": "no"})
     (folder / "plan.json").write_text(json.dumps(plan))
     try:
         done = launch(["tests/smoke/sharded_worker.py", str(folder / "plan.json")])
@@ -311,8 +320,8 @@ def test_each_process_holds_half_of_the_base_that_one_process_has(split, untied)
     for rank in (0, 1):
         *_, packed, _ = (noted := split.notes(rank))[:WHOLE]
         notes = noted[WHOLE:]
-        assert len(notes) == 4 * len(SHARDED) and packed["bytes"] == total
-        for note in notes[:3] + notes[4:7]:
+        assert len(notes) == PARTS * len(SHARDED) + 1 and packed["bytes"] == total
+        for note in notes[:3] + notes[4:9] + notes[10:12]:
             assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total
 
 
@@ -322,7 +331,7 @@ def test_an_unquantized_base_is_split_too(split, untied):
     for number, kind in enumerate(SHARDED):
         assert json.loads(split.run(f"{kind}-unquantized").base_file.read_text())["hash"] == base["hash"]
         for rank in (0, 1):
-            note = split.notes(rank)[WHOLE + 4 * number + 3]
+            note = split.notes(rank)[WHOLE + PARTS * number + 3]
             assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total
     first, second = (rows(split.run(f"{kind}-unquantized"), "metrics.jsonl")[0] for kind in SHARDED)
     for key in ("reward", "grad_norm", "loss"):
@@ -330,19 +339,37 @@ def test_an_unquantized_base_is_split_too(split, untied):
     assert first["grad_norm"] > 0
 
 
-def test_processes_with_different_numbers_of_micro_batches_learn_what_padded_batches_teach(split):
-    whole, run = split.run("ddp"), split.run("packed")
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("packed", WHOLE - 2), ("fsdp2-packed", WHOLE + PARTS - 1), ("zero3-packed", -2), ("zero2-packed", -1)],
+)
+def test_processes_with_different_numbers_of_micro_batches_learn_what_padded_batches_teach(split, name, place):
+    """Where every pass waits for both processes, the one with fewer makes idle ones."""
+    whole, run = split.run("ddp"), split.run(name)
     for key in ("reward", "kl", "entropy", "clip_fraction", "grad_norm", "loss"):
         found, expected = ([row[key] for row in rows(one, "metrics.jsonl")] for one in (run, whole))
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-7), key
     assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
-    first, second = (split.notes(rank)[WHOLE - 2]["micro_batches"][-2:] for rank in (0, 1))
+    first, second = (split.notes(rank)[place]["micro_batches"][-2:] for rank in (0, 1))
     assert second == [8, 8] and len(first) == 2 and 1 < min(first) <= max(first) < 8
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("sequences", WHOLE - 3), ("fsdp2-sequences", WHOLE + PARTS - 2), ("zero3-sequences", -3)]
+)
+def test_processes_that_split_the_tokens_of_packs_learn_what_whole_rows_teach(split, name, place):
+    whole, run = split.run("ddp"), split.run(name)
+    for key in ("reward", "kl", "entropy", "clip_fraction", "grad_norm", "loss", "completion_tokens"):
+        found, expected = ([row[key] for row in rows(one, "metrics.jsonl")] for one in (run, whole))
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-7), key
+    assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
+    first, second = (split.notes(rank)[place]["micro_batches"][-2:] for rank in (0, 1))
+    assert first == second and min(first) > 1
 
 
 def test_a_bit_that_changes_in_one_process_is_found_by_all(split):
     for rank in (0, 1):
-        for note in split.notes(rank)[WHOLE:]:
+        for note in split.notes(rank)[WHOLE:-1]:
             assert "the frozen base changed" in note["error"]
             assert "1 of 25 tensors, first ['model.layers.0.mlp.down_proj.weight']" in note["error"]
 

@@ -88,6 +88,7 @@ def step_of(student, teacher, *changes: str, steps: int = 1):
     """A distillation's step without a trainer."""
     config = load_config(CONFIG, ["--distill.teacher=other", *changes])
     policy = SimpleNamespace(processes=Accelerator(), model=student, unwrapped=student, version=0)
+    policy.waits_in_every_pass = policy.is_deepspeed = False
     arguments = SimpleNamespace(steps_per_generation=steps, temperature=0.7)
     figures = StepFigures(torch.device("cpu"))
     facts = (config, None, policy, arguments, LossSettings(), None, figures, defaultdict(list))

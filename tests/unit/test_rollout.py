@@ -269,7 +269,7 @@ def test_the_adapter_travels_as_the_replicas_need_it(monkeypatch, quant_cfg, dty
     peaks = {"layer.input_amax": torch.tensor(2.5)} if quant_cfg == "nvfp4" else {}
     monkeypatch.setattr("kit.policy.quantized_linear.quantizer_state", lambda model: peaks)
     accelerator = SimpleNamespace(unwrap_model=lambda model: model, is_main_process=True)
-    trainer = SimpleNamespace(accelerator=accelerator, model="m", eos_token_ids=[0])
+    trainer = SimpleNamespace(accelerator=accelerator, model="m", eos_token_ids=[0], is_deepspeed_enabled=False)
     policy = TrainedPolicy(trainer, load_config(CONFIG, keys), "h", "FSDP2" if is_split else None)
     made = policy.adapter()
     assert made[:4] == ["m", getattr(torch, dtype), "h", {"gathered": 1} if is_split else None]

@@ -72,9 +72,9 @@ def test_a_gpu_without_memory_ends_the_run_with_the_keys_that_take_less(monkeypa
 @pytest.mark.parametrize(
     ("stage", "changes", "said"),
     [
-        ("2", ["--train.recompute=full"], "--resume, set train.recompute_offload to true. "),
-        ("3", [], "--resume, set train.recompute to full and train.recompute_fraction to 1. "),
-        ("3", ["--train.recompute=full"], "--resume, use a larger GPU. "),
+        ("2", ["--train.recompute=full"], "(104 or more); or set train.recompute_offload to true. "),
+        ("3", [], "(104 or more); or set train.recompute to full and train.recompute_fraction to 1. "),
+        ("3", ["--train.recompute=full"], "--resume, set train.micro_batch_tokens (104 or more). "),
     ],
 )
 def test_under_deepspeed_the_keys_that_it_refuses_are_not_named(monkeypatch, stage, changes, said):

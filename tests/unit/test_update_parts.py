@@ -11,11 +11,12 @@ import torch
 
 from kit.core.config.load import load_config
 from kit.core.errors import CheckFailed
+from kit.policy.packed.sequence_parallel import SequenceGroup
 from kit.train.advantages import group_advantages
 from kit.train.figures import StepFigures
 from kit.train.loss import LossSettings
 from kit.train.mismatch import importance_ratio, measure
-from kit.train.rows import keep_scores, take_rows
+from kit.train.rows import keep_scores, shared_rows, take_rows
 from kit.train.step import PolicyStep, SamplerIsNotThePolicy, StepTally
 from tests.conftest import CONFIG
 
@@ -46,6 +47,7 @@ def update(*changes: str, accelerator=None, steps: int = 1, settings: LossSettin
     config = load_config(CONFIG, list(changes))
     model = torch.nn.Linear(1, 1)
     policy = SimpleNamespace(processes=accelerator or Accelerator(), model=model, unwrapped=model, version=6)
+    policy.waits_in_every_pass = policy.is_deepspeed = False
     arguments = SimpleNamespace(steps_per_generation=steps)
     figures = StepFigures(torch.device("cpu"))
     return PolicyStep(config, None, policy, arguments, settings or LossSettings(), None, figures, defaultdict(list))
@@ -340,3 +342,75 @@ def test_only_the_last_micro_batch_exchanges_gradients_and_its_backward_is_left_
         wanted += [("forward", rows, not last)] + [("backward", True)] * (not last)
     assert seen == wanted
     assert weight.grad.item() == pytest.approx(advantages.mean().item())
+
+
+@pytest.mark.parametrize("most", [2, 4])
+def test_a_process_with_fewer_micro_batches_makes_idle_ones_and_deepspeed_updates_in_the_last(most):
+    """They are its shortest row, change no gradient and no kept score, and their number is that of the other."""
+    seen, weight = [], torch.ones(1, requires_grad=True)
+    engine = SimpleNamespace(backward=lambda loss, **settings: (seen.append(settings), loss.backward()))
+    accelerator = SimpleNamespace(no_sync=contextlib.nullcontext, sync_gradients=False, num_processes=2)
+    accelerator.device, accelerator.deepspeed_engine_wrapped = torch.device("cpu"), engine
+    accelerator.gather = lambda mine: torch.cat([mine, torch.tensor([most])])
+    made = update("--train.micro_batch_tokens=104", accelerator=accelerator)
+    made.policy.waits_in_every_pass = made.policy.is_deepspeed = True
+
+    def score(model, part):
+        seen.append(part["completion_ids"][:, 0].tolist())
+        return (weight * part["completion_ids"],) * 2
+
+    def loss(model, part, step_rows, step_tokens):
+        part["old_per_token_logps"] = score(model, part)[0].detach()
+        return (weight * part["completion_ids"]).sum() / step_rows
+
+    made.plan, made.score, made.loss_of_rows = lambda inputs: [[2], [0, 1]], score, loss
+    inputs = {"completion_ids": torch.tensor([[0], [1], [2]]), "num_items_in_batch": torch.tensor(3)}
+    inputs |= {"prompt_mask": torch.tensor([[0, 1], [0, 1], [1, 1]]), "completion_mask": torch.tensor([[1], [0], [1]])}
+    found = made.loss(None, inputs, 1)
+    assert found.item() == 1.0
+    found.backward()
+    settings = {"sync_gradients": False, "scale_wrt_gas": False}
+    assert seen == [[2], settings, [0, 1], *([settings, [1]] * (most - 2))]
+    assert weight.grad.item() == 1.0 and inputs["old_per_token_logps"].tolist() == [[0], [1], [2]]
+
+
+def test_a_group_computes_the_rows_of_all_its_processes_and_each_keeps_its_own_scores(monkeypatch):
+    """Process 1 of 2: twice the rows, twice the tokens of a process, and only the first compares with the sampler."""
+    seen = {}
+
+    def loss(model, part, step_rows, step_tokens):
+        seen.update(rows=step_rows, tokens=step_tokens.item())
+        part["old_per_token_logps"] = part["completion_ids"] * 10
+        return torch.tensor(0.0)
+
+    accelerator = SimpleNamespace(no_sync=contextlib.nullcontext, sync_gradients=False, num_processes=4)
+    made = update("--train.micro_batch_tokens=104", accelerator=accelerator)
+    made.group = SequenceGroup(None, size=2, rank=1)
+    made.plan, made.loss_of_rows = lambda inputs: [[0, 1, 2, 3]], loss
+    other = {"prompt_ids": torch.tensor([[7, 8], [9, 8]]), "completion_ids": torch.tensor([[1, 2, 3], [4, 5, 6]])}
+    monkeypatch.setattr("kit.train.rows.all_gathered", lambda tensor, group: others(tensor))
+
+    def others(tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What process 0 has in the place of this process's tensor."""
+        if tensor.shape == (1,):
+            return [torch.tensor([{1: 2, 2: 3}[tensor.item()]]), tensor]
+        return [next((one for one in other.values() if one.shape == tensor.shape), tensor), tensor]
+
+    inputs = {"prompt_ids": torch.tensor([[5], [6]]), "completion_ids": torch.tensor([[1, 2], [3, 4]])}
+    inputs["num_items_in_batch"] = torch.tensor(40)
+    made.loss(None, inputs, 1)
+    assert seen == {"rows": 4, "tokens": 20.0}
+    assert inputs["prompt_ids"].shape == (2, 1) and inputs["old_per_token_logps"].tolist() == [[10, 20], [30, 40]]
+    shared = shared_rows(inputs, made.group)
+    assert shared["prompt_ids"].tolist() == [[7, 8], [9, 8], [0, 5], [0, 6]]
+    assert shared["completion_ids"].tolist() == [[1, 2, 3], [4, 5, 6], [1, 2, 0], [3, 4, 0]]
+
+
+@pytest.mark.parametrize(("rank", "counted"), [(0, 2), (1, 0)])
+def test_only_the_first_process_of_a_group_compares_its_rows_with_the_sampler(rank, counted):
+    made = update("--train.micro_batch_tokens=104")
+    made.group = SequenceGroup(None, size=2, rank=rank)
+    made.score = lambda model, rows: (torch.zeros(1, 2), torch.zeros(1, 2))
+    rows = {"completion_mask": torch.ones(1, 2), "sampling_per_token_logps": torch.zeros(1, 2)}
+    made.loss_of_rows(None, rows | {"advantages": torch.ones(1)}, 1, torch.tensor(2.0))
+    assert made.tally.compared[0][2].sum() == counted

@@ -16,6 +16,7 @@ from kit.core.config import (
     recompute_rules,
     rollout_rules,
     sampling_rules,
+    sequence_rules,
     sft_rules,
     sharding_rules,
     share_rules,
@@ -64,6 +65,7 @@ def check_config(config: Config, processes: int) -> None:
         *float16_rules.faults(config, sharding_rules.announced() or ("DeepSpeed" if uses_deepspeed() else None)),
         *_compute(config),
         *_micro_batches(config),
+        *sequence_rules.faults(config, processes),
         *environment_rules.faults(config, sharding_rules.announced()),
         *(distill_rules.faults(config) if config.distill.is_given else []),
         *(sft_rules.faults(config, processes) if config.sft.is_given else []),
@@ -284,11 +286,13 @@ def _micro_batches(config: Config) -> list[str]:
             "model.dtype to bfloat16, or train.packed_attention to flex."
         )
     longest = rollout.max_prompt_length + rollout.max_completion_length
-    if 1 <= budget < longest:
+    parts = max(1, config.train.sequence_parallel)
+    if 1 <= budget < (least := -(-longest // parts)):
+        times = f" x train.sequence_parallel ({parts})" * (parts > 1)
         found.append(
-            f"train.micro_batch_tokens ({budget}) is below rollout.max_prompt_length + max_completion_length "
+            f"train.micro_batch_tokens ({budget}){times} is below rollout.max_prompt_length + max_completion_length "
             f"({rollout.max_prompt_length} + {rollout.max_completion_length} = {longest}): one completion may not "
-            f"fit. Use {longest} or more."
+            f"fit. Use {least} or more."
         )
     for key, nothing in trl_rules.WHOLE_BATCH_FIELDS.items():
         if (value := config.train.trl.get(key, nothing[0])) not in nothing:
@@ -296,13 +300,6 @@ def _micro_batches(config: Config) -> list[str]:
                 f"train.trl.{key} is {value!r} with train.micro_batch_tokens {budget}: it is computed over a whole "
                 "batch, and micro-batches of different lengths do not add up to it. Remove one of them."
             )
-    kind = sharding_rules.announced()
-    if kind or uses_deepspeed():
-        found.append(
-            f"train.micro_batch_tokens ({budget}) under {kind or 'DeepSpeed'}: processes have different numbers of "
-            "micro-batches, and every forward and backward there waits for all processes. Use accelerate launch "
-            "with accelerate_configs/ddp.yaml, or leave it out."
-        )
     return found
 
 

@@ -23,6 +23,7 @@ FREE_ON_RESUME = (
     *("rollout.max_canary_delta", "rollout.keep_weights", "server", "train.max_gpu_gib", "train.gpus"),
     *("train.recompute", "train.recompute_fraction", "train.recompute_offload"),
     *("train.micro_batch_tokens", "train.share_prompts", "train.packed_attention", "policy.embeddings"),
+    "train.sequence_parallel",
     "model.attn_implementation",
     *("reward.timeout_s", "reward.workers", "reward.max_unknown_fraction"),
     *("reward.try_references", "reward.answer_form"),

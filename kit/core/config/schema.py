@@ -437,6 +437,11 @@ class TrainConfig:
     packed_attention: Literal["flash", "cudnn", "flex"] = _option(
         "flash", "with micro_batch_tokens on a GPU: FlashAttention or cuDNN, in half precision, or FlexAttention"
     )
+    sequence_parallel: int = _option(
+        1,
+        "with micro_batch_tokens: processes that split the tokens of each pack (Ulysses), for longer completions",
+        FROM_1,
+    )
     max_grad_norm: float = _option(1.0, "gradient clipping norm", ABOVE_0)
     weight_decay: float = _option(0.0, "AdamW weight decay", FROM_0)
     optimizer: str = _option("adamw_torch", "optimizer, as transformers names it", choices=OPTIMIZERS)

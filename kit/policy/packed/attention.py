@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kit.core.errors import BadInput
+from kit.policy.packed import sequence_parallel
 from kit.policy.packed.flash import MULTIPLE, TYPES, FlashMask, Kernels, flash_attention
 
 if TYPE_CHECKING:
@@ -48,9 +49,10 @@ class Segments(NamedTuple):
     shared_to: torch.Tensor  # (T,) int32, equal to shared_from without a shared prompt
 
 
-def use_packed_attention(model: "PreTrainedModel") -> None:
-    """Make a transformers `model` on a GPU accept a `BlockMask` or a `FlashMask`; other masks still use sdpa."""
-    if model.device.type != "cuda":
+def use_packed_attention(model: "PreTrainedModel", is_split: bool = False) -> None:
+    """Make a transformers `model` on a GPU accept a `BlockMask` or a `FlashMask`; other masks still use sdpa.
+    `is_split`: and, on any device, rows whose tokens are split over processes."""
+    if model.device.type != "cuda" and not is_split:
         return
     register()
     model.set_attn_implementation(NAME)
@@ -79,8 +81,10 @@ def _attention_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
-def row_length(tokens: int, kind: Kind) -> int:
-    """Padded length of a packed row of `tokens` tokens."""
+def row_length(tokens: int, kind: Kind, parts: int = 1) -> int:
+    """Padded length of a packed row of `tokens` tokens, split into equal `parts`."""
+    if parts > 1:
+        return parts * row_length(-(-tokens // parts), kind)
     if kind == "flex":  # at least two blocks: torch compiles separately for a size of one
         return BLOCK * max(2, -(-tokens // BLOCK))
     multiple = MULTIPLE if kind in KERNELS else 1
@@ -161,14 +165,33 @@ def attention_forward(
     """Attention function for transformers: query (B, H, T, D), key and value (B, G, T, D), output (B, T, H, D).
 
     Uses FlashAttention or cuDNN for a `FlashMask` and FlexAttention for any other `BlockMask`; everything else,
-    generation included, is transformers' sdpa unchanged.
+    generation included, is transformers' sdpa unchanged. With fewer tokens than the mask has, the others are those of
+    the processes of `sequence_parallel`.
     """
-    if not isinstance(attention_mask, BlockMask):
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    group = None
+    if attention_mask is not None and len(attention_mask.shape) == 4:
+        group = sequence_parallel.attention_group(query.size(2), attention_mask.shape[-2])
+    if group is not None:
+        query, key, value = (sequence_parallel.heads_to_tokens(one, group) for one in (query, key, value))
+        if isinstance(attention_mask, BlockMask):
+            output = _packed(query, key, value, attention_mask, scaling)
+        else:
+            given = {"attn_mask": attention_mask, "scale": scaling, "enable_gqa": True}
+            output = torch.nn.functional.scaled_dot_product_attention(query, key, value, **given).transpose(1, 2)
+        return sequence_parallel.tokens_to_heads(output, group), None
+    if isinstance(attention_mask, BlockMask):
+        return _packed(query, key, value, attention_mask, scaling), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
+def _packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: BlockMask, scaling: float | None
+) -> torch.Tensor:
+    """Attention (B, T, H, D) of a packed row by the kernels of its mask."""
     dtype = _attention_dtype(query.device.type, query.dtype)
     parts = [one.to(dtype) for one in (query, key, value)]
     if isinstance(attention_mask, FlashMask):
@@ -178,14 +201,14 @@ def attention_forward(
                 "Set it to flex."
             )
         rows = [one[0].transpose(0, 1) for one in parts]
-        return flash_attention(rows[0], rows[1], rows[2], attention_mask, scaling)[None], None
+        return flash_attention(rows[0], rows[1], rows[2], attention_mask, scaling)[None]
     for one in parts:
         # Otherwise torch unifies sizes that happen to be equal, such as the numbers of heads and of blocks.
         torch._dynamo.mark_static(one, (0, 1, 3))
         if (base := one._base) is not None:  # (B, T, ...), a projection's output
             torch._dynamo.mark_static(base, [n for n in range(base.dim()) if n != 1])
     output = _compiled()(*parts, attention_mask, scaling)
-    return output.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous()
 
 
 @functools.cache

@@ -10,9 +10,9 @@ out. The model runs once per packed row, through TRL's fused head; its outputs a
 the padded pass.
 
 Covered: causal language models of transformers with full attention in every layer (`MODELS`), with autograd and
-gradient checkpointing, under DDP, with the adapter off. Not covered, and refused before weights load (`check_packing`,
-`checks.check_config`): sliding windows, images, a base split over processes. On a CPU the
-attention of a packed row of T tokens costs T x T, even between sequences that do not see each other.
+gradient checkpointing, under DDP, ZeRO and FSDP2, with the adapter off. Not covered, and refused before weights load
+(`check_packing`): sliding windows, images. On a CPU the attention of a packed row of T tokens costs T x T, even
+between sequences that do not see each other.
 """
 
 from collections import defaultdict
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from kit.policy.packed.attention import Kind
+    from kit.policy.packed.sequence_parallel import SequenceGroup
     from kit.policy.routing import Routing
 
 # `model_type`s of transformers 5.17 whose forward uses a 4-D mask unchanged and scores positions independently;
@@ -54,6 +55,7 @@ def check_packing(config: Config, model_config: "PreTrainedConfig") -> None:
         fault = f"model.attn_implementation is {attention!r}, and packed rows need sdpa"
     else:
         _check_kernels(config, facts)
+        _check_heads(config, facts)
         return
     raise BadInput(
         f"train.micro_batch_tokens: {fault}. Leave it out, and set train.per_device_train_batch_size to what fits."
@@ -71,6 +73,17 @@ def _check_kernels(config: Config, facts: "PreTrainedConfig") -> None:
         raise BadInput(f"train.packed_attention is flash, FlashAttention, and {why}. Set it to flex.")
     if kind == "cudnn" and (why := cudnn.fault(head_dim)):
         raise BadInput(f"train.packed_attention is cudnn, and {why}. Set it to flash.")
+
+
+def _check_heads(config: Config, facts: "PreTrainedConfig") -> None:
+    size = config.train.sequence_parallel
+    if size == 1:
+        return
+    from kit.policy.packed.sequence_parallel import head_fault
+
+    heads = facts.num_attention_heads
+    if why := head_fault(size, heads, getattr(facts, "num_key_value_heads", None) or heads):
+        raise BadInput(f"train.sequence_parallel ({size}): {config.model.source} has {why}. Use another number.")
 
 
 def plan_micro_batches(
@@ -162,6 +175,7 @@ def packed_logps(
     attention: "Kind" = "flex",
     routing: "Routing | None" = None,
     field: str = "entropy",
+    group: "SequenceGroup | None" = None,
 ) -> tuple["torch.Tensor", "torch.Tensor | None"]:
     """Return log-probs (B, C) of the last C = `logits_to_keep` columns and, if requested, entropies (B, C), in nats.
 
@@ -169,27 +183,32 @@ def packed_logps(
     dtype, temperature and autocast, zero at padding. `input_ids` and `attention_mask` are (B, W), prompts in the first
     W - C columns. `model` may be wrapped and has TRL's fused head. `attention` is
     `train.packed_attention`; `routing` has the experts of all B·W tokens; `field` is that of
-    TRL's head in the place of the entropy.
+    TRL's head in the place of the entropy. The processes of `group` have the same rows and split their tokens.
 
     All rows are computed in one forward: choose them with `plan_micro_batches`.
     """
     import torch
 
     from kit.policy.packed.attention import mask_kind
+    from kit.policy.packed.sequence_parallel import gathered
     from kit.policy.routing import routed
 
     rows = read_rows(input_ids, attention_mask, logits_to_keep)
     with trainer.accelerator.autocast():
         kind = mask_kind(model, input_ids.device, attention)
-        packed = pack_rows(rows, list(range(len(rows.completions))), share_prompts, input_ids, kind)
+        parts = 1 if group is None else group.size
+        packed = pack_rows(rows, list(range(len(rows.completions))), share_prompts, input_ids, kind, parts)
+        mine = packed.tokens, packed.positions, packed.labels  # (1, T / parts) each
+        if group is not None:
+            mine = tuple(map(group.part, mine))
         if routing is not None:
             routing = routing.of_tokens(packed.source, packed.real)
         with routed(routing):
             output = model(
-                input_ids=packed.tokens,
+                input_ids=mine[0],
                 attention_mask=packed.mask,
-                position_ids=packed.positions,
-                shift_labels=packed.labels,
+                position_ids=mine[1],
+                shift_labels=mine[2],
                 fused_lm_head=True,
             )
     # Map indices into the flattened (B, W) to indices into its flattened last C columns.
@@ -198,6 +217,8 @@ def packed_logps(
     target = target.to(input_ids.device)
 
     def unpacked(values: torch.Tensor) -> torch.Tensor:
+        if group is not None:
+            values = gathered(values, group)
         flat = values[0, packed.scored]  # (N,)
         padded = flat.new_zeros(input_ids.size(0) * logits_to_keep).index_copy(0, target, flat)
         return padded.view(input_ids.size(0), logits_to_keep)
@@ -221,8 +242,16 @@ def read_rows(input_ids: "torch.Tensor", attention_mask: "torch.Tensor", logits_
     return _Rows(prompts, completions, contents)
 
 
-def pack_rows(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "torch.Tensor", kind: "Kind") -> _Packed:
-    """Pack the chosen rows into one, on the device of `input_ids` (B, W), for attention of the given kind."""
+def pack_rows(
+    rows: _Rows,
+    chosen: list[int],
+    share_prompts: bool,
+    input_ids: "torch.Tensor",
+    kind: "Kind",
+    parts: int = 1,
+) -> _Packed:
+    """Pack the chosen rows into one, on the device of `input_ids` (B, W), for attention of the given kind; its length
+    divides into `parts`."""
     import torch
 
     from kit.policy.packed.attention import Sequences, attention_mask, row_length
@@ -251,7 +280,7 @@ def pack_rows(rows: _Rows, chosen: list[int], share_prompts: bool, input_ids: "t
         add(np.concatenate([rows.prompts[row], completion[:-1]]), completion, 0)
     # Padding is a segment of its own. A pack without tokens still takes part in the backward pass.
     length = sum(map(len, tokens))
-    if filling := row_length(length, kind) - length:
+    if filling := row_length(length, kind, parts) - length:
         add(np.zeros(filling, dtype=np.int64), none, 0)
 
     label_index = np.concatenate(labels)
