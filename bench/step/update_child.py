@@ -73,6 +73,8 @@ class Case:
     def __init__(self, name: str, targets: str, work: Path, device: str):
         import torch
 
+        from kit.policy.packed import sequence_parallel
+
         self.name, self.targets, self.work, self.device = name, targets, work, device
         self.levers = name.split("+")
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -84,6 +86,7 @@ class Case:
         self.start = {n: p.detach().cpu().clone() for n, p in self.trained.items()}
         self.accelerator = SimpleNamespace(autocast=self.autocast, device=torch.device(device), num_processes=1)
         self.model.train()
+        self.group = sequence_parallel.start(self.config.train.sequence_parallel)
 
     def autocast(self) -> Any:
         """Autocast as accelerate runs a bf16 trainer; no-op on a CPU, where everything is float32."""
@@ -180,7 +183,11 @@ class Case:
             "shared" in self.levers,
             False,
             self.config.train.packed_attention,
+            group=self.group,
         )[0]
+
+    def average_gradients(self) -> None:
+        """What several processes do between backward and optimizer; here is one."""
 
     def optimizer(self) -> Any:
         """The optimizer that transformers builds for train.optimizer."""
@@ -207,6 +214,7 @@ class Case:
             started = time.perf_counter()
             loss = self.loss(ids, mask, batch)
             loss.backward()
+            self.average_gradients()
             after_backward(loss)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -272,7 +280,7 @@ def put_on_levers(model: Any, config: Any) -> None:
     from kit.policy.recompute import use_recompute
 
     if config.train.micro_batch_tokens is not None:
-        use_packed_attention(model.get_base_model())
+        use_packed_attention(model.get_base_model(), is_split=config.train.sequence_parallel > 1)
     if config.policy.compute != "plain":
         use_fused_linears(model, config.policy.compute)
     if config.policy.quant_cfg is not None:
