@@ -18,7 +18,8 @@ called with another input, twice, or with settings that differ from those the fi
 
 Written for peft 0.21, bitsandbytes 0.50 and torch 2.11 to 2.13. On a GPU the conversions are `fp8_kernel.py`'s; the
 functions here are their reference implementation. Without a GPU, FP8 products are computed in float32 from the same
-FP8 numbers: exact and slow. Not covered: LoRA dropout and variants, a base that is split over processes.
+FP8 numbers: exact and slow. If the base is split over processes, a decoder layer's weights are there while it computes
+(`sharding.py`). Not covered: LoRA dropout and variants.
 """
 
 import warnings

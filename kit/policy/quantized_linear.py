@@ -16,7 +16,8 @@ A weight's peak is cached until the adapter changes: 4 bytes, or 4 per channel. 
 
 `fp8` on a GPU with FP8 arithmetic multiplies the FP8 codes; other formats, and a CPU, multiply in the compute dtype.
 Works on bitsandbytes' NF4 layers, FP8 layers and unquantized layers. Not covered: LoRA dropout and variants, several
-adapters, a base that is split over processes.
+adapters. If the base is split over processes, a decoder layer's weights are there while it computes, and peaks are
+kept from one update to the next (`forget_peaks`).
 """
 
 import contextlib
@@ -57,8 +58,9 @@ WATCHED_TOKENS = 256  # tokens per layer call in which values beyond the range a
 class Quantizers:
     """Shared state of one model's quantized layers: the format, whether they quantize, and range statistics."""
 
-    def __init__(self, fmt: QuantFormat):
+    def __init__(self, fmt: QuantFormat, is_split: bool = False):
         self.fmt, self.is_on, self.keeps_weights = fmt, True, False
+        self.is_split = is_split  # the adapter's tensors are gathered for each pass: their versions say nothing
         self._beyond: torch.Tensor | None = None  # (values beyond the calibrated range, largest |x| / range)
         self._seen = 0
 
@@ -132,17 +134,23 @@ class Product:
         return self.module.lora_A[name].weight, self.module.lora_B[name].weight, self.module.scaling[name]
 
     def _own_peak(self, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float) -> torch.Tensor | None:
-        key, known = _version(a, b, scaling), self._peaks.get(a is not None)
+        key, known = self._version(a, b, scaling), self._peaks.get(a is not None)
         if known is None or known[0] != key:
             peak = effective_peak(self.layer, a, b, scaling, self.quantizers.fmt)
             known = self._peaks[a is not None] = key, peak
         return known[1]
 
+    def _version(self, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float) -> tuple:
+        if self.quantizers.is_split:  # what was computed holds until `forget`
+            return (scaling,)
+        # Not the object's id: a tensor saved for the backward pass may come back as another object.
+        return (*((one.data_ptr(), one._version) for one in (a, b) if one is not None), scaling)
+
     def weight(
         self, a: torch.Tensor | None, b: torch.Tensor | None, scaling: float, dtype: torch.dtype
     ) -> torch.Tensor:
         """Ŵ (out, in) in the compute dtype."""
-        key = (*_version(a, b, scaling), dtype)
+        key = (*self._version(a, b, scaling), dtype)
         if self._kept is not None and self._kept[0] == key:
             return self._kept[1]
         fmt = self.quantizers.fmt
@@ -192,11 +200,6 @@ class Product:
         with base_product():
             y = stored_weight.scaled_product(codes, weight, by_token, scale.view(1, -1), dtype)
         return y if bias is None else y.add_(bias)
-
-
-def _version(a: torch.Tensor | None, b: torch.Tensor | None, scaling: float) -> tuple:
-    # Not the object's id: a tensor saved for the backward pass may come back as another object.
-    return (*((one.data_ptr(), one._version) for one in (a, b) if one is not None), scaling)
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -291,8 +294,9 @@ CLASSES = fused_linear.mixed(
 )
 
 
-def use_quantized_linears(model: torch.nn.Module, fmt: QuantFormat) -> int:
+def use_quantized_linears(model: torch.nn.Module, fmt: QuantFormat, is_split: bool = False) -> int:
     """Make the linear layers that a checkpoint of format `fmt` quantizes compute with its numbers; return how many.
+    `is_split`: processes will hold parts of the weights, so whoever changes the adapter calls `forget_peaks`.
 
     These are the NF4 layers of an NF4 base, else all linear layers but the output embedding. Only the layers' class
     changes: names, tensors, `disable_adapter`, saving and loading stay. `BadInput` for an adapter that is not plain
@@ -301,7 +305,7 @@ def use_quantized_linears(model: torch.nn.Module, fmt: QuantFormat) -> int:
     layers = quantized_layers(model)
     shapes = {plain_name(name): _shape(module) for name, module in layers.items()}
     check_shapes(fmt, shapes)
-    quantizers = Quantizers(fitted(fmt, (inputs for _, inputs in shapes.values())))
+    quantizers = Quantizers(fitted(fmt, (inputs for _, inputs in shapes.values())), is_split)
     for name, module in layers.items():
         if hasattr(module, "lora_A"):
             fused_linear.check_plain(name, module)
@@ -381,7 +385,8 @@ def keeping_quantized(model: torch.nn.Module, quantizers: Quantizers) -> Iterato
 
 
 def forget_peaks(model: torch.nn.Module) -> None:
-    """Recompute the peaks of weights with the adapter: for optimizers that bypass the tensors' version counter."""
+    """Recompute the peaks of weights with the adapter: for split weights, and for optimizers that bypass the tensors'
+    version counter."""
     for module in quantized_layers(model).values():
         module.product.forget()
 

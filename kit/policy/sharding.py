@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kit.core.config.schema import Config
 from kit.core.config.sharding_rules import FSDP2, ZERO3, announced, offloading_faults, refused
 from kit.core.errors import BadInput
 
@@ -48,12 +49,14 @@ def loading_whole(arguments: "TrainingArguments") -> Iterator[None]:
         plugin.set_deepspeed_weakref()
 
 
-def prepare(accelerator: "Accelerator", model: "PeftModel") -> str | None:
+def prepare(accelerator: "Accelerator", model: "PeftModel", config: Config) -> str | None:
     """Return how `accelerator` will split `model`, the policy before wrapping; `BadInput` for a way that does not
     work, wherever it was requested.
 
     Also sets options that have no key in an accelerate config.
     """
+    # A product of several layers, outside the forward of each.
+    is_fused = config.policy.compute != "plain" or config.policy.quant_cfg is not None
     plugin, parallel = accelerator.state.deepspeed_plugin, accelerator.parallelism_config
     kind = {"FSDP": FSDP2, "MEGATRON_LM": "Megatron-LM"}.get(accelerator.distributed_type.value)
     if kind is None and getattr(accelerator.state, "fsdp_plugin", None) is not None:
@@ -74,12 +77,24 @@ def prepare(accelerator: "Accelerator", model: "PeftModel") -> str | None:
             settings.setdefault(name, "auto")
         # deepspeed 0.19.8 calls functions that torch 2.13 has renamed, which warns several times a step.
         warnings.filterwarnings("ignore", message=r".torch\.distributed\.\w+_tensor. is deprecated")
+        if is_fused:
+            gather_by_decoder_layer(model)
     if kind == FSDP2:
-        _prepare_fsdp2(accelerator, model)
+        _prepare_fsdp2(accelerator, model, is_fused)
     return kind
 
 
-def _prepare_fsdp2(accelerator: "Accelerator", model: "PeftModel") -> None:
+def gather_by_decoder_layer(model: "PeftModel") -> None:
+    """Make ZeRO-3 gather a decoder layer's parameters as it begins, not those of each module in it."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    base = model.get_base_model()
+    set_z3_leaf_modules(model, list(base._no_split_modules))
+    # DeepSpeed takes a layer's gradients once that of its input is there; without one, before they are.
+    base.enable_input_require_grads()
+
+
+def _prepare_fsdp2(accelerator: "Accelerator", model: "PeftModel", is_fused: bool) -> None:
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -89,8 +104,10 @@ def _prepare_fsdp2(accelerator: "Accelerator", model: "PeftModel") -> None:
             "the other weights. Set mixed_precision: bf16."
         )
     if accelerator.mixed_precision == "bf16":
-        # accelerate would reduce gradients in bfloat16; a float32 adapter has float32 gradients.
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # accelerate would reduce gradients in bfloat16; a float32 adapter has float32 gradients. Fused and quantized
+        # layers cast by themselves: quantized weights are those of the adapter that is saved.
+        cast = None if is_fused else torch.bfloat16
+        policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     # Makes transformers keep generating on a finished process until all are done: every forward is collective.
     model.get_base_model()._is_fsdp_managed_module = True

@@ -24,6 +24,7 @@ from kit.core.run_files import read_object
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.adapter_files import PREFIX, adapter_facts
 from kit.policy.load import adapted_layers, check_same_base, load_stored
+from kit.policy.other_adapter import wearing
 from kit.weights.frozen_base import unquantized_config
 from kit.weights.model_files import check_complete, context_of
 
@@ -153,36 +154,22 @@ class Teacher:
                 from kit.policy.quantized_linear import quantizers_off
 
                 stack.enter_context(quantizers_off(student))
-            stack.enter_context(student.disable_adapter() if self._weights is None else wearing(self._weights))
+            stack.enter_context(
+                student.disable_adapter() if self._weights is None else wearing(student, self._weights)
+            )
             yield student.get_base_model()
 
 
-@contextlib.contextmanager
-def wearing(weights: "list[tuple[torch.nn.Parameter, torch.Tensor]]") -> Iterator[None]:
-    """Swap other values into parameters for the length of the block. Autograd's nodes, optimizer state and gradients
-    belong to the parameters and are unaffected. autocast's cache is cleared, or it would keep using its casts of the
-    previous values."""
-    import torch
+def _read_adapter(student: "torch.nn.Module", directory: Path) -> "dict[str, torch.Tensor]":
+    """Return the teacher's weight for each of the student's adapter parameters, by the parameter's name.
 
-    own = [parameter.data for parameter, _ in weights]
-    try:
-        for parameter, value in weights:
-            parameter.data = value
-        torch.clear_autocast_cache()
-        yield
-    finally:
-        for (parameter, _), value in zip(weights, own, strict=True):
-            parameter.data = value
-        torch.clear_autocast_cache()
-
-
-def _read_adapter(student: "torch.nn.Module", directory: Path) -> "list[tuple[torch.nn.Parameter, torch.Tensor]]":
-    """Return the student's adapter parameters, each with the teacher's weight for it. The teacher's scale is folded
-    into B, so that the student's own scaling gives the teacher's s·B·A even if rank or alpha differ."""
+    The teacher's scale is folded into B, so that the student's own scaling gives the teacher's s·B·A even if rank or
+    alpha differ."""
     from safetensors.torch import load_file
 
     facts = read_object(directory / "adapter_config.json", ADAPTER_CONFIG)
-    tensors, found = load_file(directory / "adapter_model.safetensors"), []
+    tensors, found = load_file(directory / "adapter_model.safetensors"), {}
+    names = {id(module): name for name, module in student.named_modules()}
     for name, module in student.get_base_model().named_modules():
         if "default" not in getattr(module, "lora_A", {}):
             continue
@@ -192,7 +179,8 @@ def _read_adapter(student: "torch.nn.Module", directory: Path) -> "list[tuple[to
             value = tensors.pop(f"{PREFIX}{name}.{factor}.weight", None)
             if value is None:
                 raise BadInput(f"distill.teacher_adapter {directory} has no {factor} of {name}.")
-            found.append((parameter, (value.float() * scale).to(parameter.device, parameter.dtype)))
+            own = f"{names[id(module)]}.{factor}.default.weight"
+            found[own] = (value.float() * scale).to(parameter.device, parameter.dtype)
     if tensors:
         raise BadInput(f"distill.teacher_adapter {directory} has weights that the student lacks: {min(tensors)}.")
     return found

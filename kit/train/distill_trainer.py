@@ -23,6 +23,7 @@ bits; at 1,024 tokens 0.3 GiB, regardless of micro-batch and vocabulary.
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from trl.kernels import ChunkedLogProbFunction, chunked_divergence
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.models.utils import _ForwardRedirection
@@ -70,17 +71,29 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "Head":
-        """The head of `model`, read from its configuration as trl 1.16's `add_fused_lm_head` does."""
+        """The head of `model`, read from its configuration as trl 1.16's `add_fused_lm_head` does; within the model's
+        forward if the base is split over processes."""
         layer, facts = model.get_output_embeddings(), model.config.get_text_config()
         names = ("logit_scale", "output_multiplier", "lm_head_multiplier")
         scale = next((value for name in names if (value := getattr(facts, name, None)) is not None), None)
         if scale is None and (divisor := getattr(facts, "logits_scaling", None)) is not None:
             scale = divisor if facts.model_type == "hyperclovax" else 1 / divisor
         cap = getattr(facts, "final_logit_softcapping", None)
-        return cls(layer.weight, getattr(layer, "bias", None), 1.0 if scale is None else scale, cap)
+        weight, bias = (
+            one.full_tensor() if isinstance(one, DTensor) else one
+            for one in (layer.weight, getattr(layer, "bias", None))
+        )
+        return cls(weight, bias, 1.0 if scale is None else scale, cap)
+
+    @property
+    def words(self) -> int:
+        """Entries of its vocabulary, also where ZeRO-3 has not gathered it."""
+        return getattr(self.weight, "ds_shape", self.weight.shape)[0]
 
     def first(self, words: int) -> "Head":
         """The head of the first `words` entries of the vocabulary; those beyond the tokenizer's last are padding."""
+        if words == self.words:
+            return self
         return self._replace(weight=self.weight[:words], bias=None if self.bias is None else self.bias[:words])
 
 
@@ -89,7 +102,7 @@ def divergence(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Divergence and the student's entropy (N,), nats, of hidden states (N, hidden); gradients reach `student` only.
     The hidden sizes may differ, and so may the vocabulary sizes: only the shared entries are compared."""
-    words = min(len(head.weight), len(teacher_head.weight))
+    words = min(head.words, teacher_head.words)
     head, teacher_head = head.first(words), teacher_head.first(words)
     return ChunkedDivergenceFunction.apply(
         *(student, head.weight, head.bias, teacher, teacher_head.weight, teacher_head.bias, beta, temperature),
@@ -132,21 +145,39 @@ class DistillStep(PolicyStep):
     def loss_of_rows(
         self, model: torch.nn.Module, inputs: dict, step_rows: int, step_tokens: torch.Tensor
     ) -> torch.Tensor:
-        student, distill = self.accelerator.unwrap_model(model), self.config.distill
-        with self.accelerator.autocast():
-            batch = self.batch(student, inputs)
-            with torch.no_grad(), self.figures.timed("teacher"), self.teacher.of(student) as teacher:
-                target, teacher_head = last_states(teacher, batch), Head.of(teacher)
-            base = student.get_base_model()
-            states = self._through_wrapper(model, student, last_states, base, batch)  # as DDP wants it
-            head = Head.of(base)
-            each, entropy = divergence(states, head, target, teacher_head, self._beta, distill.temperature)
-            if "sampling_per_token_logps" in inputs:
-                self._compare(states.detach(), head, batch, inputs["sampling_per_token_logps"])
+        each, entropy, compared = self._passes(model, inputs)
+        self.tally.compared += compared
         sums = torch.stack([each.detach().sum(), entropy.sum(), each.new_tensor(len(each))])
         self._sums = sums if self._sums is None else self._sums + sums
         # Divided by all tokens of the step, as in TRL's dapo, so all tokens weigh the same.
         return each.sum() / step_tokens
+
+    def no_loss(self, model: torch.nn.Module, rows: dict) -> torch.Tensor:
+        return self._passes(model, rows)[0].sum() * 0.0
+
+    def _passes(
+        self, model: torch.nn.Module, inputs: dict
+    ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The teacher's pass and the student's: divergence and entropy (N,) of the rows' tokens, and the student's and
+        the sampler's log-probs (N,) of them if there are the sampler's."""
+        student, sampler = self.accelerator.unwrap_model(model), inputs.get("sampling_per_token_logps")
+        base, is_own = student.get_base_model(), self.teacher.other is None
+
+        def learn(batch: Batch, target: torch.Tensor, teacher_head: Head | None) -> tuple:
+            states, head = last_states(base, batch), Head.of(base)
+            same = head if teacher_head is None else teacher_head
+            found = divergence(states, head, target, same, self._beta, self.config.distill.temperature)
+            return *found, [] if sampler is None else [self._compare(states.detach(), head, batch, sampler)]
+
+        with self.accelerator.autocast():
+            batch = self.batch(student, inputs)
+            with torch.no_grad(), self.figures.timed("teacher"), self.teacher.of(student) as teacher:
+                if is_own and self.policy.is_split:  # its weights are gathered from the wrapper's forward on
+                    target = self._through_wrapper(model, student, last_states, teacher, batch)
+                else:
+                    target = last_states(teacher, batch)
+            teacher_head = None if is_own else Head.of(self.teacher.other)
+            return self._through_wrapper(model, student, learn, batch, target, teacher_head)  # as DDP wants it
 
     def batch(self, student: torch.nn.Module, inputs: dict) -> Batch:
         """Rows as inputs of the student: padded, or with `train.micro_batch_tokens` in one pack."""
@@ -167,13 +198,15 @@ class DistillStep(PolicyStep):
         given = {"input_ids": packed.tokens, "attention_mask": packed.mask, "position_ids": packed.positions}
         return Batch(given, packed.scored, packed.labels[0, packed.scored], row * length + column)
 
-    def _compare(self, states: torch.Tensor, head: Head, batch: Batch, sampler: torch.Tensor) -> None:
-        """Keep the student's and the sampler's log-probs (b, C) of the sampled tokens until the end of the step."""
+    def _compare(
+        self, states: torch.Tensor, head: Head, batch: Batch, sampler: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The student's and the sampler's log-probs (N,) of the sampled tokens; the sampler's are (b, C)."""
         weight, bias, scale, cap = head
         scores = (self.arguments.temperature, WORDS, cap, scale, ("log_probs",))
         with torch.no_grad():
             logps = ChunkedLogProbFunction.apply(states, weight, bias, batch.tokens, *scores)[0]
-        self.tally.compared.append((logps.float(), sampler.flatten()[batch.place].float()))
+        return logps.float(), sampler.flatten()[batch.place].float()
 
     def finish(self, tally: StepTally) -> None:
         self._report()

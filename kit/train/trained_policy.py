@@ -8,8 +8,8 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from kit.core.config.format_rules import served_format
 from kit.core.config.schema import Config
+from kit.policy.other_adapter import wearing
 from kit.policy.sharding import gather_adapter
-from kit.policy.teacher import wearing
 from kit.rollout.adapter_file import AdapterFile
 from kit.train.trl_trainer import GRPOTrainer
 
@@ -26,18 +26,18 @@ class TrainedPolicy:
         self.waits_in_every_pass = self.is_split or self.is_deepspeed
         self.stop_token_ids: list[int] = trainer.eos_token_ids
         self._file: AdapterFile | None = None
-        self._start: list[tuple[torch.nn.Parameter, torch.Tensor]] | None = None
+        self._start: dict[str, torch.Tensor] | None = None
 
     def keep_start(self) -> None:
         """Copy the adapter as it is now: it is the reference from here on (`policy.reference: init_adapter`)."""
-        trained = (parameter for parameter in self.unwrapped.parameters() if parameter.requires_grad)
-        self._start = [(parameter, parameter.detach().clone()) for parameter in trained]
+        trained = ((name, one) for name, one in self.unwrapped.named_parameters() if one.requires_grad)
+        self._start = {name: one.detach().clone() for name, one in trained}
 
     def reference(self) -> contextlib.AbstractContextManager:
         """Within the block, for passes without gradients, the model is the reference: the base without an adapter, or
         with the one that `keep_start` copied. Both policies pass through the same layers, so equal weights score
         equally, to the bit."""
-        return self.unwrapped.disable_adapter() if self._start is None else wearing(self._start)
+        return self.unwrapped.disable_adapter() if self._start is None else wearing(self.unwrapped, self._start)
 
     @property
     def version(self) -> int:

@@ -323,7 +323,7 @@ class PolicyTrainer(GRPOTrainer):
     ):
         with targets_as_named():
             super().__init__(**kwargs)
-        split = prepare(self.accelerator, self.model)
+        split = prepare(self.accelerator, self.model, config)
         use_host_tiles(self.accelerator.device)
         if self.ref_model is not None or "ref" in self.model.peft_config:
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
@@ -346,7 +346,7 @@ class PolicyTrainer(GRPOTrainer):
         if config.policy.compute != "plain":
             use_fused_linears(self.model, config.policy.compute)
         if config.policy.quant_cfg is not None:
-            use_quantized_linears(self.model, read_quant_format(config.policy.quant_cfg))
+            use_quantized_linears(self.model, read_quant_format(config.policy.quant_cfg), is_split=split is not None)
             self.add_callback(NewWeights())
         use_kernels(self.model, config)
         use_recompute(self.model, config)

@@ -249,7 +249,7 @@ def _source(layer: Layer) -> Any:
     if not isinstance(layer, bnb.nn.Linear4bit):
         weight = stored_weight.weight_in_torch(layer)
         return Source(weight, None, tuple(weight.shape), weight.dtype)
-    state = layer.weight.quant_state
+    state = stored_weight.quant_state_of(layer)
     shape = tuple(state.shape)
     nested = state.state2.blocksize if state.nested else NESTED_BLOCK
     if (

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import bitsandbytes as bnb
 import torch
-from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.functional import QuantState, dequantize_4bit
 
 from kit.weights.fp8 import LEAST_SCALE, Fp8Linear, row_scales, to_e4m3
 
@@ -67,10 +67,17 @@ def weight_of(
     return kept[kind]
 
 
+def quant_state_of(layer: Layer) -> QuantState | None:
+    """bitsandbytes' facts of a layer's packed bytes; None if it has none. FSDP2 replaces bitsandbytes' parameter with
+    a plain one, and the layer keeps them."""
+    found = getattr(layer.weight, "quant_state", None)
+    return getattr(layer, "quant_state", None) if found is None else found
+
+
 def _make_weight(
     layer: Layer, scale: torch.Tensor | None, transposed: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    packed, state = layer.weight.data, getattr(layer.weight, "quant_state", None)
+    packed, state = layer.weight.data, quant_state_of(layer)
     if packed.is_cuda and state is not None and state.quant_type == "nf4" and not state.shape[1] % state.blocksize:
         from kit.weights import fp8_kernel
 
@@ -88,7 +95,7 @@ def weight_in_torch(layer: Layer, scale: torch.Tensor | None = None, transposed:
     if isinstance(layer, Fp8Linear):
         weight = layer.dequantized()
     elif isinstance(layer, bnb.nn.Linear4bit):
-        weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        weight = dequantize_4bit(layer.weight.data, quant_state_of(layer))
     else:  # merge.verify.compute_in casts the weight to another compute dtype; its numbers stay the same
         weight = layer.weight.data.to(getattr(layer, "storage_dtype", layer.weight.dtype))
     if scale is None:

@@ -2,9 +2,9 @@
 
     python -m torch.distributed.run --nproc_per_node 2 tests/smoke/sharded_worker.py PLAN
 
-PLAN is JSON, a list of {"recipe", "environment", "arguments"}; "copy" [from, to] and "remove" a path come first. At
-the end of each run a process writes to rank-<n>.jsonl what it holds of the base, what the check of the base says when
-a bit of the second process's part has changed, and how many micro-batches by tokens its updates so far had.
+PLAN is JSON, a list of {"name", "recipe", "environment", "arguments"}; "copy" [from, to] and "remove" a path come
+first. At the end of each run a process writes to rank-<n>.jsonl what it holds of the base, what the check of the base
+says when a bit of the second process's part has changed, and how many micro-batches by tokens its updates so far had.
 accelerate 1.15 splits a model on GPUs only. Here it takes two gloo processes on a CPU for GPUs; the rest is its own.
 """
 
@@ -94,7 +94,7 @@ def main() -> None:
 
     def check_and_note(model, facts: dict) -> None:
         check(model, facts)
-        note = {"hash": facts["hash"], "bytes": sum(part.nbytes for part in parts(model).values())}
+        note = {"run": sys.argv[0], "hash": facts["hash"], "bytes": sum(part.nbytes for part in parts(model).values())}
         note["micro_batches"] = [*counts]
         change(model)
         try:
@@ -116,7 +116,7 @@ def main() -> None:
             shutil.rmtree(run["remove"])
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
-        sys.argv = [run["recipe"], *run["arguments"]]
+        sys.argv = [run["name"], *run["arguments"]]
         importlib.import_module(run["recipe"]).main()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,8 +47,9 @@ ONE_STEP = ["stage", "activate", "score", *["generate"] * 4]  # what is asked of
 # 8 completions on each process: two groups of 4.
 KEYS = {"train.per_device_train_batch_size": 8, "train.max_steps": 2}
 # The same 8 in micro-batches of tokens; a completion with its prompt may have 88.
-PACKED = {**KEYS, "train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 2}
-PACKED |= {"train.micro_batch_tokens": 96}
+IN_PACKS = {"train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 2}
+IN_PACKS |= {"train.micro_batch_tokens": 96}
+PACKED = {**KEYS, **IN_PACKS}
 # Packs of both processes, whose tokens they split; half of a completion with its prompt fits into a process.
 SEQUENCES = {**PACKED, "train.micro_batch_tokens": 44, "train.sequence_parallel": 2}
 # So cold that one process and two sample the same completions of a step's prompts.
@@ -145,8 +147,6 @@ def test_replicas_that_cannot_be_woken_end_both_processes(tmp_path, recipe_argum
 
 
 SHARDED = ("fsdp2", "zero3")
-WHOLE = 8  # the runs on a whole base come first
-PARTS = 6  # for each way of splitting it
 
 
 @dataclass
@@ -159,24 +159,25 @@ class Split:
     def run(self, name: str) -> RunDir:
         return RunDir(self.folder / name)
 
-    def notes(self, rank: int) -> list[dict]:
-        """What a process noted at the end of each run."""
-        return [json.loads(line) for line in (self.folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+    def notes(self, rank: int) -> dict[str, dict]:
+        """What a process noted at the end of each run, by the run's name."""
+        lines = (self.folder / f"rank-{rank}.jsonl").read_text().splitlines()
+        return {note["run"]: note for note in map(json.loads, lines)}
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_model_dir) -> Split:
     """On a whole base: two steps (`ddp`), the same resumed after one, a quantized distillation, a run from `ddp`'s
-    adapter with that as its reference, a supervised one, one in packs whose tokens are split, one in micro-batches and
-    one with a server. Then for each
-    kind of a split base: two steps, the same resumed after one, one from an adapter with a server, one step on an
-    unquantized base, two steps in split packs and two in micro-batches. Last two in micro-batches under ZeRO-2."""
+    adapter with that as its reference, a supervised one, one in packs whose tokens are split, one in micro-batches,
+    one of these with FP8 products and one with a server. Then all of them on a base split in either way, the
+    distillation and the supervised run in micro-batches, and one step on an unquantized base. Last ZeRO-2 in
+    micro-batches, alone and in the distillation."""
     folder, plan = tmp_path_factory.mktemp("split"), []
     keys = {**KEYS, "train.save_steps": 1}
     replicas = {kind: fake_replica(untied) for kind in SHARDED} | {"overlapped": fake_replica(tiny_model_dir)}
 
     def add(name: str, model: Path, changes: dict, environment: dict, file: str = PLAIN, resumed: str = "") -> None:
-        run = {"recipe": file.removesuffix(".py").replace("/", "."), "environment": environment}
+        run = {"name": name, "recipe": file.removesuffix(".py").replace("/", "."), "environment": environment}
         if resumed:
             run["copy"] = [str(folder / resumed), str(folder / name)]
             run["remove"] = str(folder / name / "checkpoints" / "step-000002")
@@ -189,9 +190,12 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
     add("distilled", learning_model_dir, DISTILLED | {"train.per_device_train_batch_size": 8}, ON_A_CPU, DISTILLATION)
     started = {"policy.init_adapter": folder / "ddp/adapters/v000002", "policy.reference": "init_adapter"}
     add("started", untied, keys | started, ON_A_CPU)
-    add("fine-tuned", untied, FINE_TUNED | {"data.path": demonstrations(untied, folder)}, ON_A_CPU, SUPERVISED)
+    taught = FINE_TUNED | {"data.path": demonstrations(untied, folder)}
+    add("fine-tuned", untied, taught, ON_A_CPU, SUPERVISED)
     add("sequences", untied, SEQUENCES, ON_A_CPU)
     add("packed", untied, PACKED, ON_A_CPU)
+    fp8 = {**PACKED, "policy.compute": "fp8", "train.share_prompts": "true"}
+    add("fp8", untied, fp8, ON_A_CPU)
     overlap = {"rollout.overlap": "true", "train.max_steps": 3}
     add("overlapped", tiny_model_dir, server_keys(replicas["overlapped"]) | overlap, ON_A_CPU)
     for kind in SHARDED:
@@ -206,8 +210,14 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
         add(f"{kind}-unquantized", untied, unquantized, environment)
         add(f"{kind}-sequences", untied, SEQUENCES, environment)
         add(f"{kind}-packed", untied, PACKED, environment)
+        add(f"{kind}-fp8", untied, fp8, environment)
+        add(f"{kind}-distilled", learning_model_dir, DISTILLED | IN_PACKS, environment, DISTILLATION)
+        add(f"{kind}-started", untied, keys | started, environment)
+        add(f"{kind}-fine-tuned", untied, taught | IN_PACKS, environment, SUPERVISED)
     environment = {"ACCELERATE_USE_FSDP": "false"} | announces(ROOT / "accelerate_configs/zero2.yaml")
-    add("zero2-packed", untied, PACKED, environment | {"ACCELERATE_MIXED_PRECISION": "no"})
+    environment["ACCELERATE_MIXED_PRECISION"] = "no"
+    add("zero2-packed", untied, PACKED, environment)
+    add("zero2-distilled", learning_model_dir, DISTILLED | IN_PACKS, environment, DISTILLATION)
     (folder / "plan.json").write_text(json.dumps(plan))
     try:
         done = launch(["tests/smoke/sharded_worker.py", str(folder / "plan.json")])
@@ -215,7 +225,9 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
         for replica in replicas.values():
             replica.stop()
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
-    for said, fewer in (("base unchanged", 0), ("training problems:", 1), ("training rows:", len(plan) - 1)):
+    supervised = sum("fine-tuned" in run["name"] for run in plan)
+    counts = ("base unchanged", 0), ("training problems:", supervised), ("training rows:", len(plan) - supervised)
+    for said, fewer in counts:
         assert done.stdout.count(said) == len(plan) - fewer, "each run says it once, not each process"
     return Split(folder, replicas)
 
@@ -318,20 +330,21 @@ def test_each_process_holds_half_of_the_base_that_one_process_has(split, untied)
         assert facts == json.loads(split.run("ddp").base_file.read_text()) and facts["hash"] == base["hash"]
     total = sum(parameter.nbytes for parameter in model.parameters())
     for rank in (0, 1):
-        *_, packed, _ = (noted := split.notes(rank))[:WHOLE]
-        notes = noted[WHOLE:]
-        assert len(notes) == PARTS * len(SHARDED) + 1 and packed["bytes"] == total
-        for note in notes[:3] + notes[4:9] + notes[10:12]:
-            assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total
+        notes = split.notes(rank)
+        assert notes["packed"]["bytes"] == total
+        for kind in SHARDED:
+            for run in ("", "-resumed", "-served", "-sequences", "-packed", "-fp8", "-started", "-fine-tuned"):
+                note = notes[kind + run]
+                assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total, kind + run
 
 
 def test_an_unquantized_base_is_split_too(split, untied):
     base = hash_base(model := load_frozen(untied, "none", "float32", device="cpu"))
     total = sum(parameter.nbytes for parameter in model.parameters())
-    for number, kind in enumerate(SHARDED):
+    for kind in SHARDED:
         assert json.loads(split.run(f"{kind}-unquantized").base_file.read_text())["hash"] == base["hash"]
         for rank in (0, 1):
-            note = split.notes(rank)[WHOLE + PARTS * number + 3]
+            note = split.notes(rank)[f"{kind}-unquantized"]
             assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total
     first, second = (rows(split.run(f"{kind}-unquantized"), "metrics.jsonl")[0] for kind in SHARDED)
     for key in ("reward", "grad_norm", "loss"):
@@ -339,39 +352,67 @@ def test_an_unquantized_base_is_split_too(split, untied):
     assert first["grad_norm"] > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [("packed", WHOLE - 2), ("fsdp2-packed", WHOLE + PARTS - 1), ("zero3-packed", -2), ("zero2-packed", -1)],
-)
-def test_processes_with_different_numbers_of_micro_batches_learn_what_padded_batches_teach(split, name, place):
+@pytest.mark.parametrize("name", ["packed", "fsdp2-packed", "zero3-packed", "zero2-packed"])
+def test_processes_with_different_numbers_of_micro_batches_learn_what_padded_batches_teach(split, name):
     """Where every pass waits for both processes, the one with fewer makes idle ones."""
     whole, run = split.run("ddp"), split.run(name)
     for key in ("reward", "kl", "entropy", "clip_fraction", "grad_norm", "loss"):
         found, expected = ([row[key] for row in rows(one, "metrics.jsonl")] for one in (run, whole))
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-7), key
     assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
-    first, second = (split.notes(rank)[place]["micro_batches"][-2:] for rank in (0, 1))
+    first, second = (split.notes(rank)[name]["micro_batches"][-2:] for rank in (0, 1))
     assert second == [8, 8] and len(first) == 2 and 1 < min(first) <= max(first) < 8
 
 
-@pytest.mark.parametrize(
-    ("name", "place"), [("sequences", WHOLE - 3), ("fsdp2-sequences", WHOLE + PARTS - 2), ("zero3-sequences", -3)]
-)
-def test_processes_that_split_the_tokens_of_packs_learn_what_whole_rows_teach(split, name, place):
+@pytest.mark.parametrize("name", ["sequences", "fsdp2-sequences", "zero3-sequences"])
+def test_processes_that_split_the_tokens_of_packs_learn_what_whole_rows_teach(split, name):
     whole, run = split.run("ddp"), split.run(name)
     for key in ("reward", "kl", "entropy", "clip_fraction", "grad_norm", "loss", "completion_tokens"):
         found, expected = ([row[key] for row in rows(one, "metrics.jsonl")] for one in (run, whole))
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-7), key
     assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
-    first, second = (split.notes(rank)[place]["micro_batches"][-2:] for rank in (0, 1))
+    first, second = (split.notes(rank)[name]["micro_batches"][-2:] for rank in (0, 1))
     assert first == second and min(first) > 1
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("fp8", ("reward", "kl", "entropy", "grad_norm", "loss")),
+        ("started", ("reward", "kl", "grad_norm", "loss")),
+        ("fine-tuned", ("loss", "grad_norm")),
+        ("distilled", ("divergence", "entropy", "grad_norm")),
+    ],
+)
+def test_every_lever_on_a_split_base_computes_what_it_computes_on_a_whole_one(split, kind, name, keys):
+    """FP8 products in packs with shared prompts, a reference that the run started from, fine-tuning, and a quantized
+    distillation."""
+    same(split, f"{kind}-{name}", name, keys)
+
+
+def test_a_quantized_distillation_under_zero2_is_that_of_ddp(split):
+    same(split, "zero2-distilled", "distilled", ("divergence", "entropy", "grad_norm"))
+
+
+def same(split: Split, name: str, expected: str, keys: tuple[str, ...]) -> None:
+    run, whole = split.run(name), split.run(expected)
+    for key, figure in figures(whole, *keys).items():
+        assert figures(run, key)[key] == pytest.approx(figure, rel=1e-4, abs=1e-7), key
+    assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
+    found, learned = (adapter(one, "v000002") for one in (run, whole))
+    largest = max(tensor.abs().max() for name, tensor in learned.items() if "lora_B" in name)
+    for name, tensor in learned.items():
+        assert (found[name] - tensor).abs().max() < 1e-3 * largest, name
 
 
 def test_a_bit_that_changes_in_one_process_is_found_by_all(split):
     for rank in (0, 1):
-        for note in split.notes(rank)[WHOLE:-1]:
-            assert "the frozen base changed" in note["error"]
-            assert "1 of 25 tensors, first ['model.layers.0.mlp.down_proj.weight']" in note["error"]
+        for name, note in split.notes(rank).items():
+            if name.startswith(SHARDED):
+                assert "the frozen base changed" in note["error"], name
+                assert "first ['model.layers.0.mlp.down_proj.weight']" in note["error"], name
+                assert re.search(r"1 of 2\d tensors", note["error"]), name
 
 
 @pytest.mark.parametrize("kind", SHARDED)

@@ -133,11 +133,6 @@ def _start_as_reference(config: Config) -> list[str]:
             f"{key} with policy.lora_dropout {policy.lora_dropout:g}: the KL would measure the dropout from the first "
             "step on. Set policy.lora_dropout to 0."
         )
-    if kind := sharding_rules.announced() or ("DeepSpeed" if uses_deepspeed() else None):
-        found.append(
-            f"{key} under {kind}, which keeps the adapter's weights in a buffer of its own: another adapter cannot "
-            "take their place. Use accelerate_configs/one_gpu.yaml or ddp.yaml, or policy.reference adapter_off."
-        )
     return found
 
 
@@ -319,17 +314,6 @@ def _compute(config: Config) -> list[str]:
         found.append(
             f"policy.lora_dropout ({policy.lora_dropout}) with {key} {value}: its backward pass saves a layer's "
             f"input but no dropout mask. Set policy.lora_dropout to 0, or {key} to {off}."
-        )
-    if kind := sharding_rules.announced():
-        found.append(
-            f"{key} is {value} under {kind}, which leaves each process only part of the packed weights that its "
-            f"matmuls need. Use {off}, or accelerate_configs/ddp.yaml."
-        )
-    elif policy.quant_cfg is not None and uses_deepspeed():
-        found.append(
-            f"policy.quant_cfg is {value} under DeepSpeed, whose ZeRO-2 was not tested with it: it trains a copy of "
-            "the adapter in its own dtype and writes it back without bumping PyTorch's version counter, by which "
-            "quantized layers detect new weights. Use accelerate_configs/ddp.yaml."
         )
     return found
 

@@ -3,12 +3,10 @@
 Imports no torch.
 """
 
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from kit.core.config import sharding_rules
 from kit.core.config.schema import Config
 
 BASE = "base"  # distill.teacher: the student's own model
@@ -63,11 +61,6 @@ def faults(config: Config) -> list[str]:
             f"policy.lora_dropout ({policy.lora_dropout:g}) in a distillation: student and teacher would differ by "
             "the dropout. Set it to 0."
         )
-    if kind := sharding_rules.announced() or _deepspeed():
-        found.append(
-            f"a distillation under {kind} was not tested: the teacher is a second pass over the base that it splits "
-            "or wraps. Use accelerate_configs/one_gpu.yaml or ddp.yaml."
-        )
     return found + _nothing_to_learn(config)
 
 
@@ -93,7 +86,3 @@ def _nothing_to_learn(config: Config) -> list[str]:
 
 def _place(path: str | None) -> Path | None:
     return Path(path).resolve() if path else None
-
-
-def _deepspeed() -> str | None:
-    return "DeepSpeed" if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" else None

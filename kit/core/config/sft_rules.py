@@ -3,11 +3,9 @@
 Imports no torch.
 """
 
-import os
 from dataclasses import replace
 from typing import Any
 
-from kit.core.config import sharding_rules
 from kit.core.config.schema import Config
 
 # Keys of GRPO's rollouts and loss that supervised fine-tuning does not use, with values that make them no-ops.
@@ -70,11 +68,5 @@ def faults(config: Config, processes: int) -> list[str]:
         found.append(
             f"policy.quant_cfg is {policy.quant_cfg}: quantizers are trained by recipes/grpo_qat.py and "
             "recipes/distill_qat.py. Leave it out, and continue with one of them."
-        )
-    kind = sharding_rules.announced()
-    if kind or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
-        found.append(
-            f"supervised fine-tuning under {kind or 'DeepSpeed'} was not tested. Use accelerate_configs/one_gpu.yaml "
-            "or ddp.yaml."
         )
     return found
