@@ -6,6 +6,7 @@ learned. For rollouts from a server see rollout_8b.py.
     python bench/path_8b.py --part local     # train in process, write the base, merge, quantize
     python bench/path_8b.py --part parallel --layers 8  # two GPUs: one, DDP, ZeRO-2, ZeRO-3, FSDP2
     python bench/path_8b.py --part parallel --launchers ddp zero3 fsdp2  # the memory of each card, whole and split
+    python bench/path_8b.py --part levers --launchers ddp zero3 fsdp2  # fine-tuning, levers off and on
 
 Prints a table last. Needs torch with CUDA, bitsandbytes, trl.
 """
@@ -23,8 +24,19 @@ CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 LAUNCHERS = {"one_gpu": 1, "ddp": 2, "zero2": 2, "zero3": 2, "fsdp2": 2}  # number of processes
 
 
-def make_model(directory: Path, tokenizer_dir: Path, layers: int, branches: float = 1.0) -> float:
-    """Write a Qwen3-8B shape with random BF16 weights and the small tokenizer; return its parameters in billions.
+# Sizes of Qwen3-8B, Qwen3-32B and Llama-3.1-70B, in Qwen3's layers.
+SHAPES = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
+    "32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+}
+
+
+def make_model(
+    directory: Path, tokenizer_dir: Path, layers: int, branches: float = 1.0, sizes: dict[str, int] = SHAPES["8b"]
+) -> float:
+    """Write a Qwen3-8B shape, or one of other sizes, with random BF16 weights and the small tokenizer; return its
+    parameters in billions.
 
     `branches` scales what attention and MLP add to the residual stream: random branches amplify rounding, small ones
     leave it about as visible as in a trained model.
@@ -35,10 +47,8 @@ def make_model(directory: Path, tokenizer_dir: Path, layers: int, branches: floa
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     config = Qwen3Config(
         vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
+        **sizes,
         num_hidden_layers=layers,
-        num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=4096,
@@ -100,6 +110,86 @@ def train(name: str, work: Path, extra: list[str], launcher: str = "one_gpu", pr
     return [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
 
 
+# Padded micro-batches of peft's and bitsandbytes' layers, and all that a split base may have.
+LEVERS = {
+    "plain": {"train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 4},
+    "levers": {
+        "train.per_device_train_batch_size": 16,
+        "train.gradient_accumulation_steps": 1,
+        "train.micro_batch_tokens": 4 * 1280,
+        "policy.compute": "fp8",
+    },
+}
+
+
+def demonstrations(file: Path, rows: int = 128, words: int = 160) -> None:
+    """Prompts with completions of some 1,000 tokens of the small tokenizer, of different lengths."""
+    import random
+
+    numbers = random.Random(0)
+    with open(file, "w") as out:
+        for row in range(rows):
+            text = " ".join(
+                str(numbers.randrange(10_000, 99_999)) for _ in range(words - numbers.randrange(words // 4))
+            )
+            out.write(json.dumps({"prompt": f"{row} + 1 =", "completion": f" {text}"}) + "\n")
+
+
+def fine_tune(name: str, work: Path, launcher: str, levers: str) -> dict:
+    """Figures of supervised steps on 32 demonstrations: an update without rollouts, split or whole."""
+    keys = {"run.name": name, "run.output_dir": work / name, "model.path": work / "model", "model.dtype": "bfloat16"}
+    keys |= {"data.path": work / "demonstrations.jsonl", "sft.rows": "prompt_completion", "train.max_steps": 4}
+    keys |= {"train.save_steps": 4, "train.recompute": "full", "rollout.max_completion_length": 1216}
+    keys |= {
+        "rollout.max_prompt_length": 64,
+        "data.eval_split": "null",
+        "train.learning_rate": "1e-5",
+        **LEVERS[levers],
+    }
+    flat = [f"--{key}={value}" for key, value in keys.items()]
+    processes = LAUNCHERS[launcher]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launcher}.yaml"]
+    launch += [
+        "--num_processes",
+        str(processes),
+        "recipes/sft_qlora.py",
+        "--config",
+        "recipes/configs/sft-tiny-nf4-cpu.yaml",
+    ]
+    command(name, [*launch, *flat], work)
+    rows = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "what": f"{launcher} x {processes}, {levers}",
+        "update_s": sorted(row["seconds"]["update"] for row in rows[1:])[1],
+        "tok_s": max(row["update_tokens_per_s"] for row in rows[1:]),
+        "peak_gib": rows[-1]["peak_gib"]["update"],
+        "loss": [row["loss"] for row in rows],
+        "grad_norm": [row["grad_norm"] for row in rows],
+    }
+
+
+def levers_part(work: Path, layers: int, launchers: list[str], shape: dict[str, int]) -> None:
+    """Print what fine-tuning takes with the levers off and on; exit 1 if a split base computes another loss."""
+    command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
+    make_model(work / "model", work / "tiny", layers, sizes=shape)
+    demonstrations(work / "demonstrations.jsonl")
+    rows = [fine_tune(f"{one}-{levers}", work, one, levers) for levers in LEVERS for one in launchers]
+    (work / "levers.json").write_text(json.dumps(rows, indent=2))
+    print("32 rows of about 1,000 tokens    update s   tok/s  GiB a card  loss of each step")
+    for one in rows:
+        losses = " ".join(f"{value:.4f}" for value in one["loss"])
+        print(f"{one['what']:<32} {one['update_s']:8.2f} {one['tok_s']:7,.0f} {one['peak_gib']:11.2f}  {losses}")
+    apart = [
+        f"{one['what']}: loss {one['loss'][0]:.5f}, {first['what']} {first['loss'][0]:.5f}"
+        for one in rows
+        for first in rows
+        if first["what"].split(", ")[1] == one["what"].split(", ")[1]
+        and abs(one["loss"][0] / first["loss"][0] - 1) > 1e-3
+    ]
+    print("\n".join(apart) or "every claim holds")
+    raise SystemExit(bool(apart))
+
+
 def row(name: str, metrics: list[dict]) -> dict:
     """Figures of the last step, when every kernel is warm."""
     last = metrics[-1]
@@ -118,13 +208,18 @@ def row(name: str, metrics: list[dict]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--work", type=Path, default=Path("/tmp/path8b"))
-    parser.add_argument("--part", choices=("local", "parallel"), required=True)
+    parser.add_argument("--part", choices=("local", "parallel", "levers"), required=True)
     parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS), help="of parallel")
+    parser.add_argument(
+        "--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS), help="of parallel and levers"
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of levers")
     parser.add_argument("--out", type=Path, help="JSON with every number")
     options = parser.parse_args()
     work = options.work
     work.mkdir(parents=True, exist_ok=True)
+    if options.part == "levers":
+        return levers_part(work, options.layers, options.launchers, SHAPES[options.shape])
     if options.part == "local":
         rows, seconds = local_part(work, options.layers)
     else:

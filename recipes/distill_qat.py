@@ -113,7 +113,7 @@ def main() -> None:
 
     with started(config, run, processes):
         parts, facts = trainer_parts(config, run, task, arguments)
-        trainer = DistillTrainer(**parts, other_teacher=load_teacher(config))
+        trainer = DistillTrainer(**parts, other_teacher=load_teacher(config, arguments))
         with training(trainer, facts, note=f" for {task.fmt.name}" if task.fmt else ""):
             if prompts:
                 say(set_input_ranges(config, trainer.model, prompts))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kit.core.checkpoint_files import from_files, read_header
 from kit.core.config.distill_rules import is_own_model
 from kit.core.config.schema import Config
+from kit.core.config.sharding_rules import CONFIGS, ZERO3, announced
 from kit.core.errors import BadInput
 from kit.core.file_kinds import ADAPTER_CONFIG, BASE_HASH
 from kit.core.lora import scale_of
@@ -25,12 +26,13 @@ from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.adapter_files import PREFIX, adapter_facts
 from kit.policy.load import adapted_layers, check_same_base, load_stored
 from kit.policy.other_adapter import wearing
+from kit.policy.sharding import loading_whole
 from kit.weights.frozen_base import unquantized_config
 from kit.weights.model_files import check_complete, context_of
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
 
 def check_teacher(
@@ -43,7 +45,7 @@ def check_teacher(
     if config.distill.teacher_adapter:
         _check_adapter(config, run, model_config)
     elif not is_own_model(config):
-        _check_model(config, tokenizer)
+        _check_model(config, tokenizer, model_config)
 
 
 def _check_adapter(config: Config, run: RunDir, model_config: "PreTrainedConfig") -> None:
@@ -52,8 +54,15 @@ def _check_adapter(config: Config, run: RunDir, model_config: "PreTrainedConfig"
     if known := _known_base(config, run):
         check_adapter_base(config, *known)
     layers = adapted_layers(config, model_config)
-    names = read_header(directory / "adapter_model.safetensors").tensors
-    theirs = {name for name in names if name.endswith(".lora_A.weight")}
+    tensors = read_header(directory / "adapter_model.safetensors").tensors
+    theirs = {name for name in tensors if name.endswith(".lora_A.weight")}
+    ranks, rank = {tensors[name][1][0] for name in theirs}, config.policy.lora_rank
+    if (kind := announced()) and ranks != {rank}:
+        raise BadInput(
+            f"distill.teacher_adapter {directory} has rank {', '.join(map(str, sorted(ranks)))}, policy.lora_rank is "
+            f"{rank}: under {kind} the teacher's values take the place of the student's, part by part. Use a student "
+            "of the same rank, or accelerate_configs/ddp.yaml."
+        )
     ours = {f"{PREFIX}{layer}.lora_A.weight" for layer in layers}
     if other := sorted(theirs ^ ours):
         raise BadInput(
@@ -85,7 +94,7 @@ def check_adapter_base(config: Config, base_hash: str, source: str = "this base"
         check_same_base(f"distill.teacher_adapter {directory}", theirs, base_hash, source)
 
 
-def _check_model(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
+def _check_model(config: Config, tokenizer: "PreTrainedTokenizerBase", student: "PreTrainedConfig") -> None:
     from transformers import AutoTokenizer
 
     from kit.policy.packed.packing import check_packing
@@ -110,6 +119,12 @@ def _check_model(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
             f"distill.teacher {name} scores {facts.vocab_size:,} ids, the tokenizer has {len(tokenizer):,}. Use "
             "another teacher."
         )
+    words = student.get_text_config().vocab_size
+    if announced() == ZERO3 and facts.vocab_size < words:
+        raise BadInput(
+            f"distill.teacher {name} scores {facts.vocab_size:,} ids, {config.model.source} {words:,}: a part of its "
+            f"output matrix, which {ZERO3} splits, would be read. Use {CONFIGS}, or another teacher."
+        )
     wanted = config.rollout.max_prompt_length + config.rollout.max_completion_length
     if (context := context_of(theirs)) is not None and context < wanted:
         raise BadInput(
@@ -122,11 +137,13 @@ def _check_model(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
         raise BadInput(f"distill.teacher: {error}") from None
 
 
-def load_teacher(config: Config) -> "torch.nn.Module | None":
-    """Load another model as teacher, frozen, on this process's device; None if it is the student's own."""
+def load_teacher(config: Config, arguments: "TrainingArguments") -> "torch.nn.Module | None":
+    """Load another model as teacher, frozen, on this process's device; None if it is the student's own. Every process
+    holds all of it, also where the student's base is split."""
     if is_own_model(config):
         return None
-    model = load_stored(config, config.distill.teacher, config.distill.teacher_revision)
+    with loading_whole(arguments):
+        model = load_stored(config, config.distill.teacher, config.distill.teacher_revision)
     return model.eval().requires_grad_(False)
 
 

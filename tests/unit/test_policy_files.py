@@ -384,6 +384,24 @@ def test_a_teachers_adapter_of_other_layers_or_another_base_is_refused(tmp_path,
         check_teacher(config, run, Names(), Qwen3Config(**SHAPE))
 
 
+NOT_SPLIT = SimpleNamespace(deepspeed_plugin=None)  # of transformers' arguments
+
+
+@pytest.mark.parametrize("kind", ["FSDP2", "ZeRO-3"])
+def test_a_teachers_adapter_of_another_rank_is_refused_where_the_students_is_split(tmp_path, monkeypatch, kind):
+    from kit.policy.teacher import check_teacher
+
+    folder = policy.publish_adapter(small_model(rank=2), tmp_path / "v", 1, BASE)
+    config = configuration(**{"distill.teacher_adapter": folder, "model.path": ".", "server.base": tmp_path / "none"})
+    config.policy.lora_rank = 4
+    check_teacher(config, RunDir(tmp_path), Names(), Qwen3Config(**SHAPE))
+    monkeypatch.setattr("kit.policy.teacher.announced", lambda: kind)
+    with pytest.raises(BadInput, match=rf"has rank 2, policy\.lora_rank is 4: under {kind} .* of the same rank, or"):
+        check_teacher(config, RunDir(tmp_path), Names(), Qwen3Config(**SHAPE))
+    config.policy.lora_rank = 2
+    check_teacher(config, RunDir(tmp_path), Names(), Qwen3Config(**SHAPE))
+
+
 def test_another_models_weights_are_frozen_and_its_dropout_is_off(monkeypatch):
     from kit.policy import teacher
 
@@ -392,11 +410,11 @@ def test_another_models_weights_are_frozen_and_its_dropout_is_off(monkeypatch):
     monkeypatch.setattr(policy, "load_frozen", lambda *names, **options: loaded.update(options, names=names) or module)
     config = configuration(**{"distill.teacher": "org/big", "distill.teacher_revision": "v2", "model.revision": "v1"})
     config.policy.quantization = "fp8"
-    found = teacher.load_teacher(config)
+    found = teacher.load_teacher(config, NOT_SPLIT)
     assert found is module and not any(one.training for one in module.modules())
     assert not any(one.requires_grad for one in module.parameters())
     assert loaded["names"] == ("org/big", "fp8") and loaded["revision"] == "v2"
-    assert teacher.load_teacher(configuration(**{"distill.teacher": "base"})) is None
+    assert teacher.load_teacher(configuration(**{"distill.teacher": "base"}), NOT_SPLIT) is None
 
 
 @pytest.mark.parametrize("rslora", [True, False])

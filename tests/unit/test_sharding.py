@@ -30,6 +30,9 @@ def configuration(*overrides: str) -> Config:
     return load_config(ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml", ["--model.dtype", "bfloat16", *overrides])
 
 
+PLAIN = configuration()
+
+
 @pytest.fixture
 def announce(monkeypatch):
     """Set what `accelerate launch` would announce for a shipped accelerate config, and some of it otherwise."""
@@ -169,8 +172,8 @@ def test_a_base_that_accelerate_would_split_otherwise_is_refused_wherever_it_was
     file = tmp_path / "deepspeed.json"
     file.write_text('{"zero_optimization": {"stage": 3}}')
     zero3 = DeepSpeedPlugin(hf_ds_config=str(file))
-    assert prepare(Accelerator(cpu=True), policy()) is None
-    assert prepare(accelerator("DEEPSPEED", deepspeed_plugin=DeepSpeedPlugin(zero_stage=2)), policy()) is None
+    assert prepare(Accelerator(cpu=True), policy(), PLAIN) is None
+    assert prepare(accelerator("DEEPSPEED", deepspeed_plugin=DeepSpeedPlugin(zero_stage=2)), policy(), PLAIN) is None
     assert DistributedType.FSDP.value == "FSDP" and DistributedType.MEGATRON_LM.value == "MEGATRON_LM"
     for one, name in (
         (accelerator("DEEPSPEED", deepspeed_plugin=zero3), "ZeRO-3"),
@@ -183,21 +186,30 @@ def test_a_base_that_accelerate_would_split_otherwise_is_refused_wherever_it_was
         ),
     ):
         with pytest.raises(BadInput, match=f"{name} splits the base .* not tested"):
-            prepare(one, policy())
+            prepare(one, policy(), PLAIN)
     announce("fsdp2")
     with pytest.raises(BadInput, match="FSDP2 is asked for and accelerate does not do it here"):
-        prepare(Accelerator(cpu=True), policy())
+        prepare(Accelerator(cpu=True), policy(), PLAIN)
     with pytest.raises(BadInput, match="mixed_precision is fp16 under FSDP2"):
-        prepare(accelerator("FSDP", fsdp_plugin=SimpleNamespace(), mixed_precision="fp16"), policy())
+        prepare(accelerator("FSDP", fsdp_plugin=SimpleNamespace(), mixed_precision="fp16"), policy(), PLAIN)
 
 
 def test_fsdp2_sums_gradients_in_float32_and_generates_in_step(announce):
     announce("fsdp2")
     plugin, model = SimpleNamespace(), policy()
-    assert prepare(accelerator("FSDP", fsdp_plugin=plugin, mixed_precision="bf16"), model) == "FSDP2"
+    assert prepare(accelerator("FSDP", fsdp_plugin=plugin, mixed_precision="bf16"), model, PLAIN) == "FSDP2"
     dtypes = plugin.mixed_precision_policy.param_dtype, plugin.mixed_precision_policy.reduce_dtype
     assert dtypes == (torch.bfloat16, torch.float32)
     assert model._is_fsdp_managed_module
+
+
+@pytest.mark.parametrize("key", ["policy.compute", "policy.quant_cfg"])
+def test_fsdp2_leaves_the_adapter_of_quantized_layers_as_it_is_saved(announce, key):
+    announce("fsdp2")
+    plugin, config = SimpleNamespace(), configuration(f"--{key}={'fp8' if key.endswith('compute') else 'nvfp4'}")
+    assert prepare(accelerator("FSDP", fsdp_plugin=plugin, mixed_precision="bf16"), policy(), config) == "FSDP2"
+    assert plugin.mixed_precision_policy.param_dtype is None
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.float32
 
 
 def test_zero_3_is_sized_by_the_model_unless_a_file_says_otherwise_and_offloads_nothing(announce, tmp_path):
@@ -206,13 +218,13 @@ def test_zero_3_is_sized_by_the_model_unless_a_file_says_otherwise_and_offloads_
     settings: dict[str, Any] = {"stage": 3, "reduce_bucket_size": 1000}
     file.write_text(json.dumps({"zero_optimization": settings}))
     plugin = DeepSpeedPlugin(hf_ds_config=str(file))
-    assert prepare(accelerator("DEEPSPEED", deepspeed_plugin=plugin), policy()) == "ZeRO-3"
+    assert prepare(accelerator("DEEPSPEED", deepspeed_plugin=plugin), policy(), PLAIN) == "ZeRO-3"
     found = plugin.deepspeed_config["zero_optimization"]
     assert found["reduce_bucket_size"] == 1000 and plugin.is_auto("zero_optimization.stage3_prefetch_bucket_size")
     assert plugin.is_auto("zero_optimization.stage3_param_persistence_threshold")
     file.write_text(json.dumps({"zero_optimization": settings | {"offload_param": {"device": "cpu"}}}))
     with pytest.raises(BadInput, match="offload_param to cpu"):
-        prepare(accelerator("DEEPSPEED", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=str(file))), policy())
+        prepare(accelerator("DEEPSPEED", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=str(file))), policy(), PLAIN)
 
 
 def test_models_are_built_whole_although_transformers_knows_of_zero_3(announce):
