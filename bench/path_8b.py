@@ -142,7 +142,10 @@ def fine_tune(name: str, work: Path, launcher: str, levers: str) -> dict:
     keys |= {"train.save_steps": 4, "train.recompute": "full", "rollout.max_completion_length": 1216}
     keys |= {
         "rollout.max_prompt_length": 64,
-        "data.eval_split": "null",
+        "data.heldout_fraction": 0.1,
+        "data.train_split": "train",
+        "data.eval_split": "heldout",
+        "watch.eval_every": 0,
         "train.learning_rate": "1e-5",
         **LEVERS[levers],
     }

@@ -36,6 +36,7 @@ from kit.weights.initialization import loaded_weights_kept
 from kit.weights.plain_linear import plain_linears
 from kit.weights.read_quantized import StoredWeights
 from kit.weights.wrapped import language_config, loading, wrapper_of
+from merge.devices import placement
 from merge.quantized_experts import read_experts
 from merge.trained import find_trained
 
@@ -97,6 +98,7 @@ def load_for_scoring(
     `dtype` is by default float32 on a CPU, bfloat16 on a GPU. fp8 and w4a16 weights are dequantized at load time (a
     GPU then holds them as bfloat16); fp8's activations are still rounded to FP8 at every layer, as on a server with
     FP8 kernels. With `weights`, the dequantized weights are rounded to that dtype, as in a reader that computes in it.
+    What one GPU cannot hold goes over all of them (`devices.py`).
     """
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -116,7 +118,11 @@ def load_for_scoring(
         # transformers warns that the checkpoint's own configuration overrides ours, except for `dequantize`: as
         # intended.
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-        place = {"": device}
+        place: dict[str, Any] = {"": device}
+        if method != "bitsandbytes":
+            with torch.device("meta"):
+                empty = AutoModelForCausalLM.from_config(config, attn_implementation=options["attn_implementation"])
+            place = placement(empty, device, dtype, not method, directory)
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, device_map=place, **names, **options, trust_remote_code=False
         )

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kit.core.config.schema import Config
 from kit.core.config.sharding_rules import FSDP2, ZERO3, announced, offloading_faults, refused
 from kit.core.errors import BadInput
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 # Settings that DeepSpeed derives from the model's hidden size if "auto". Its own defaults are a gradient buffer of
 # 1 GiB, and matrices of up to 100,000 entries that are never split.
-ZERO3_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+ZERO3_SIZES = ("reduce_bucket_size", "stage3_param_persistence_threshold")
 
 
 def quant_storage() -> "torch.dtype":
@@ -49,14 +48,12 @@ def loading_whole(arguments: "TrainingArguments") -> Iterator[None]:
         plugin.set_deepspeed_weakref()
 
 
-def prepare(accelerator: "Accelerator", model: "PeftModel", config: Config) -> str | None:
+def prepare(accelerator: "Accelerator", model: "PeftModel") -> str | None:
     """Return how `accelerator` will split `model`, the policy before wrapping; `BadInput` for a way that does not
     work, wherever it was requested.
 
     Also sets options that have no key in an accelerate config.
     """
-    # A product of several layers, outside the forward of each.
-    is_fused = config.policy.compute != "plain" or config.policy.quant_cfg is not None
     plugin, parallel = accelerator.state.deepspeed_plugin, accelerator.parallelism_config
     kind = {"FSDP": FSDP2, "MEGATRON_LM": "Megatron-LM"}.get(accelerator.distributed_type.value)
     if kind is None and getattr(accelerator.state, "fsdp_plugin", None) is not None:
@@ -75,17 +72,20 @@ def prepare(accelerator: "Accelerator", model: "PeftModel", config: Config) -> s
             raise BadInput("\n".join(offloading))
         for name in ZERO3_SIZES:
             settings.setdefault(name, "auto")
+        # A layer that was gathered ahead, and a gather of the adapter while it is on its way, ends the run.
+        settings.setdefault("stage3_prefetch_bucket_size", 0)
         # deepspeed 0.19.8 calls functions that torch 2.13 has renamed, which warns several times a step.
         warnings.filterwarnings("ignore", message=r".torch\.distributed\.\w+_tensor. is deprecated")
-        if is_fused:
-            gather_by_decoder_layer(model)
+        _gather_by_decoder_layer(model)
     if kind == FSDP2:
-        _prepare_fsdp2(accelerator, model, is_fused)
+        _prepare_fsdp2(accelerator, model)
     return kind
 
 
-def gather_by_decoder_layer(model: "PeftModel") -> None:
-    """Make ZeRO-3 gather a decoder layer's parameters as it begins, not those of each module in it."""
+def _gather_by_decoder_layer(model: "PeftModel") -> None:
+    """Make ZeRO-3 gather a decoder layer's parameters as it begins, not those of each module in it.
+
+    Fused and quantized layers compute for each other, and gathers for each module take most of an update."""
     from deepspeed.utils import set_z3_leaf_modules
 
     base = model.get_base_model()
@@ -94,8 +94,7 @@ def gather_by_decoder_layer(model: "PeftModel") -> None:
     base.enable_input_require_grads()
 
 
-def _prepare_fsdp2(accelerator: "Accelerator", model: "PeftModel", is_fused: bool) -> None:
-    import torch
+def _prepare_fsdp2(accelerator: "Accelerator", model: "PeftModel") -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if accelerator.mixed_precision not in ("no", "bf16"):
@@ -103,12 +102,10 @@ def _prepare_fsdp2(accelerator: "Accelerator", model: "PeftModel", is_fused: boo
             f"mixed_precision is {accelerator.mixed_precision} under FSDP2, which would cast the base's bytes with "
             "the other weights. Set mixed_precision: bf16."
         )
-    if accelerator.mixed_precision == "bf16":
-        # accelerate would reduce gradients in bfloat16; a float32 adapter has float32 gradients. Fused and quantized
-        # layers cast by themselves: quantized weights are those of the adapter that is saved.
-        cast = None if is_fused else torch.bfloat16
-        policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32)
-        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+    # accelerate would cast a float32 adapter and its gradients to bfloat16. Autocast casts as under DDP, and quantized
+    # weights are those of the adapter that is saved. torch 2.11 fails where gradients are kept in another dtype over
+    # several micro-batches and the head is not called as a module.
+    accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
     # Makes transformers keep generating on a finished process until all are done: every forward is collective.
     model.get_base_model()._is_fsdp_managed_module = True
 

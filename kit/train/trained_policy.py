@@ -67,8 +67,7 @@ class TrainedPolicy:
             torch.no_grad(),
             contextlib.nullcontext() if is_adapted else model.disable_adapter(),
             self.not_checkpointed(model),
-            # FSDP2 and DeepSpeed cast the weights instead.
-            contextlib.nullcontext() if self.is_split else self.processes.autocast(),
+            self.processes.autocast(),  # nothing under DeepSpeed, which casts the weights
         ):
             # Bypass the outer model's forward: accelerate's wrapper would copy all logits to float32. FSDP2 and ZeRO-3
             # need it, because they start a forward there.

@@ -323,7 +323,7 @@ class PolicyTrainer(GRPOTrainer):
     ):
         with targets_as_named():
             super().__init__(**kwargs)
-        split = prepare(self.accelerator, self.model, config)
+        split = prepare(self.accelerator, self.model)
         use_host_tiles(self.accelerator.device)
         if self.ref_model is not None or "ref" in self.model.peft_config:
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, DistributedType
+from deepspeed.utils import get_z3_leaf_modules
 
 from kit.core.config import sharding_rules
 from kit.core.config.checks import check_config
@@ -28,9 +29,6 @@ ROOT = Path(__file__).parents[2]
 
 def configuration(*overrides: str) -> Config:
     return load_config(ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml", ["--model.dtype", "bfloat16", *overrides])
-
-
-PLAIN = configuration()
 
 
 @pytest.fixture
@@ -163,8 +161,9 @@ def accelerator(kind: str = "NO", **facts: Any) -> SimpleNamespace:
 
 
 def policy() -> torch.nn.Module:
-    module = torch.nn.Module()
+    module = torch.nn.Sequential(torch.nn.Embedding(2, 2), torch.nn.Linear(2, 2))
     module.get_base_model = lambda: module
+    module._no_split_modules, module.enable_input_require_grads = {"Linear"}, lambda: None
     return module
 
 
@@ -172,8 +171,8 @@ def test_a_base_that_accelerate_would_split_otherwise_is_refused_wherever_it_was
     file = tmp_path / "deepspeed.json"
     file.write_text('{"zero_optimization": {"stage": 3}}')
     zero3 = DeepSpeedPlugin(hf_ds_config=str(file))
-    assert prepare(Accelerator(cpu=True), policy(), PLAIN) is None
-    assert prepare(accelerator("DEEPSPEED", deepspeed_plugin=DeepSpeedPlugin(zero_stage=2)), policy(), PLAIN) is None
+    assert prepare(Accelerator(cpu=True), policy()) is None
+    assert prepare(accelerator("DEEPSPEED", deepspeed_plugin=DeepSpeedPlugin(zero_stage=2)), policy()) is None
     assert DistributedType.FSDP.value == "FSDP" and DistributedType.MEGATRON_LM.value == "MEGATRON_LM"
     for one, name in (
         (accelerator("DEEPSPEED", deepspeed_plugin=zero3), "ZeRO-3"),
@@ -186,30 +185,21 @@ def test_a_base_that_accelerate_would_split_otherwise_is_refused_wherever_it_was
         ),
     ):
         with pytest.raises(BadInput, match=f"{name} splits the base .* not tested"):
-            prepare(one, policy(), PLAIN)
+            prepare(one, policy())
     announce("fsdp2")
     with pytest.raises(BadInput, match="FSDP2 is asked for and accelerate does not do it here"):
-        prepare(Accelerator(cpu=True), policy(), PLAIN)
+        prepare(Accelerator(cpu=True), policy())
     with pytest.raises(BadInput, match="mixed_precision is fp16 under FSDP2"):
-        prepare(accelerator("FSDP", fsdp_plugin=SimpleNamespace(), mixed_precision="fp16"), policy(), PLAIN)
+        prepare(accelerator("FSDP", fsdp_plugin=SimpleNamespace(), mixed_precision="fp16"), policy())
 
 
-def test_fsdp2_sums_gradients_in_float32_and_generates_in_step(announce):
+def test_fsdp2_casts_neither_the_adapter_nor_its_gradients_and_generates_in_step(announce):
     announce("fsdp2")
     plugin, model = SimpleNamespace(), policy()
-    assert prepare(accelerator("FSDP", fsdp_plugin=plugin, mixed_precision="bf16"), model, PLAIN) == "FSDP2"
+    assert prepare(accelerator("FSDP", fsdp_plugin=plugin, mixed_precision="bf16"), model) == "FSDP2"
     dtypes = plugin.mixed_precision_policy.param_dtype, plugin.mixed_precision_policy.reduce_dtype
-    assert dtypes == (torch.bfloat16, torch.float32)
+    assert dtypes == (None, None)
     assert model._is_fsdp_managed_module
-
-
-@pytest.mark.parametrize("key", ["policy.compute", "policy.quant_cfg"])
-def test_fsdp2_leaves_the_adapter_of_quantized_layers_as_it_is_saved(announce, key):
-    announce("fsdp2")
-    plugin, config = SimpleNamespace(), configuration(f"--{key}={'fp8' if key.endswith('compute') else 'nvfp4'}")
-    assert prepare(accelerator("FSDP", fsdp_plugin=plugin, mixed_precision="bf16"), policy(), config) == "FSDP2"
-    assert plugin.mixed_precision_policy.param_dtype is None
-    assert plugin.mixed_precision_policy.reduce_dtype == torch.float32
 
 
 def test_zero_3_is_sized_by_the_model_unless_a_file_says_otherwise_and_offloads_nothing(announce, tmp_path):
@@ -218,13 +208,15 @@ def test_zero_3_is_sized_by_the_model_unless_a_file_says_otherwise_and_offloads_
     settings: dict[str, Any] = {"stage": 3, "reduce_bucket_size": 1000}
     file.write_text(json.dumps({"zero_optimization": settings}))
     plugin = DeepSpeedPlugin(hf_ds_config=str(file))
-    assert prepare(accelerator("DEEPSPEED", deepspeed_plugin=plugin), policy(), PLAIN) == "ZeRO-3"
+    model = policy()
+    assert prepare(accelerator("DEEPSPEED", deepspeed_plugin=plugin), model) == "ZeRO-3"
+    assert get_z3_leaf_modules(model) == [model[1]], "a decoder layer's weights are gathered at once"
     found = plugin.deepspeed_config["zero_optimization"]
-    assert found["reduce_bucket_size"] == 1000 and plugin.is_auto("zero_optimization.stage3_prefetch_bucket_size")
+    assert found["reduce_bucket_size"] == 1000 and found["stage3_prefetch_bucket_size"] == 0
     assert plugin.is_auto("zero_optimization.stage3_param_persistence_threshold")
     file.write_text(json.dumps({"zero_optimization": settings | {"offload_param": {"device": "cpu"}}}))
     with pytest.raises(BadInput, match="offload_param to cpu"):
-        prepare(accelerator("DEEPSPEED", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=str(file))), policy(), PLAIN)
+        prepare(accelerator("DEEPSPEED", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=str(file))), policy())
 
 
 def test_models_are_built_whole_although_transformers_knows_of_zero_3(announce):
