@@ -72,8 +72,7 @@ def prepare(accelerator: "Accelerator", model: "PeftModel") -> str | None:
             raise BadInput("\n".join(offloading))
         for name in ZERO3_SIZES:
             settings.setdefault(name, "auto")
-        # A layer that was gathered ahead, and a gather of the adapter while it is on its way, ends the run.
-        settings.setdefault("stage3_prefetch_bucket_size", 0)
+        settings["stage3_prefetch_bucket_size"] = 0  # see `gather_in_any_order`
         # deepspeed 0.19.8 calls functions that torch 2.13 has renamed, which warns several times a step.
         warnings.filterwarnings("ignore", message=r".torch\.distributed\.\w+_tensor. is deprecated")
         _gather_by_decoder_layer(model)
@@ -92,6 +91,23 @@ def _gather_by_decoder_layer(model: "PeftModel") -> None:
     set_z3_leaf_modules(model, list(base._no_split_modules))
     # DeepSpeed takes a layer's gradients once that of its input is there; without one, before they are.
     base.enable_input_require_grads()
+
+
+def gather_in_any_order(engine: "torch.nn.Module") -> None:
+    """Let ZeRO-3 gather each layer as it begins, whatever it gathered in the pass before.
+
+    DeepSpeed records the order of a pass, gathers ahead by it and ends the run when a pass with the same modules reads
+    other parameters of them, as the fused output layer does after a pass that scores the canary.
+    """
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    reset = coordinator.reset_step
+
+    def forget_order() -> None:
+        reset()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+
+    coordinator.reset_step = forget_order
 
 
 def _prepare_fsdp2(accelerator: "Accelerator", model: "PeftModel") -> None:

@@ -31,6 +31,7 @@ from kit.core.chat import question_of
 from kit.core.config.card_rules import trainer_faults
 from kit.core.config.elastic_rules import describe
 from kit.core.config.schema import Config, DataConfig
+from kit.core.config.sharding_rules import ZERO3
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.format_names import read_quant_format
 from kit.core.ledger import ledger_facts
@@ -52,7 +53,7 @@ from kit.policy.quantized_linear import (
 )
 from kit.policy.recompute import use_recompute
 from kit.policy.routing import use_routing
-from kit.policy.sharding import gather_adapter, prepare
+from kit.policy.sharding import gather_adapter, gather_in_any_order, prepare
 from kit.policy.stop_texts import StopTexts
 from kit.policy.stopping import StopCriterion, stopping
 from kit.rollout.episodes import EpisodeRunner, rollouts_of
@@ -267,6 +268,18 @@ class NewWeights(TrainerCallback):
         forget_peaks(kwargs["model"])
 
 
+class AnyOrder(TrainerCallback):
+    """`sharding.gather_in_any_order` for the engine that the trainer is given before its first step."""
+
+    def __init__(self, trainer: "PolicyTrainer"):
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        gather_in_any_order(self._trainer.model_wrapped)
+
+
 class Sampled(NamedTuple):
     """The rollouts of a step over all processes, for completions/step-*.jsonl."""
 
@@ -324,6 +337,8 @@ class PolicyTrainer(GRPOTrainer):
         with targets_as_named():
             super().__init__(**kwargs)
         split = prepare(self.accelerator, self.model)
+        if split == ZERO3:
+            self.add_callback(AnyOrder(self))
         use_host_tiles(self.accelerator.device)
         if self.ref_model is not None or "ref" in self.model.peft_config:
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
