@@ -92,7 +92,8 @@ def step_of(student, teacher, *changes: str, steps: int = 1):
     arguments = SimpleNamespace(steps_per_generation=steps, temperature=0.7)
     figures = StepFigures(torch.device("cpu"))
     facts = (config, None, policy, arguments, LossSettings(), None, figures, defaultdict(list))
-    return DistillStep(*facts, teacher=SimpleNamespace(other=teacher, of=lambda model: contextlib.nullcontext(teacher)))
+    given = SimpleNamespace(other=teacher, of=lambda model: contextlib.nullcontext(teacher))
+    return DistillStep(*facts, teacher=given)
 
 
 def logits(model, inputs: dict) -> torch.Tensor:
