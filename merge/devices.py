@@ -44,7 +44,7 @@ def placement(
         return {"": device}
     from accelerate import infer_auto_device_map
 
-    rooms: dict[int | str, int] = {**free}
+    rooms: dict[int | str, int] = dict(free.items())
     if is_plain:
         rooms["cpu"] = int(ROOM * available_gib() * GIB)
     # A layer stays whole, so that a little more than the sum is needed.
