@@ -344,6 +344,7 @@ def settings(found: Found) -> Section:
         "code": found.config.get("git_revision"),
         "trained on": _joined(*machine.get("gpus") or [machine.get("processor"), machine.get("cores")]),
         "trained": found.config.get("created"),
+        "versions never measured": found.config.get("never_measured"),
         "evaluated": evaluated.get("date"),
         "engine": _joined(evaluated.get("engine"), evaluated.get("compute_dtype")),
     }

@@ -4,6 +4,7 @@
     python -m launch.doctor --config RUN.yaml --launcher accelerate_configs/ddp.yaml
     python -m launch.doctor --only vllm nccl
     python -m launch.doctor --json
+    python -m launch.doctor --measured
 
 --config adds the checks of that run: its keys, ports, GPUs, disk, model and data. Anything that may crash or hang
 (imports, kernels, vLLM, NCCL) runs in child processes with a time limit. Exit code 0 when no check failed (warnings do
@@ -25,6 +26,7 @@ if sys.version_info < (3, 11):  # noqa: UP036  the imports below fail on older v
     sys.exit("error: Python 3.11 or newer is needed. Use the environment of make install: .venv/bin/python")
 
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, Interrupted, command_parser, run_command
+from kit.core.measured import tables
 from launch.checks import gpu, host, packages, run
 from launch.checks.children import stopped
 from launch.checks.machine import Machine, Row, cores
@@ -45,6 +47,7 @@ CHECKS: dict[str, tuple[Check, bool, str]] = {
     "environment": (host.environment, False, "variables that slow a run down or redirect it"),
     "compiler": (host.compiler, False, "g++, Python.h, ninja, a lock that a killed compile left"),
     "packages": (packages.packages, False, "installed versions against requirements*.txt"),
+    "measured": (packages.measured, False, "whether figures of the kit were measured with these versions"),
     "conflicts": (packages.conflicts, False, "requirements between packages; packages that break others"),
     "gpu": (gpu.gpu, False, "BF16, FP8, NVFP4 by capability; MIG; other processes"),
     "config": (run.settings, False, "keys that contradict each other; what the run directory holds"),
@@ -75,6 +78,9 @@ def main() -> int:
     if flags.list:
         for name, (_, _, about) in CHECKS.items():
             print(f"{name:<13} {about}")
+        return DONE
+    if flags.measured:
+        print(tables(), end="")
         return DONE
     started = time.monotonic()
     rows = []
@@ -111,6 +117,9 @@ def read_arguments(words: list[str]) -> tuple[argparse.Namespace, Machine]:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--logs", help="directory for the logs of the child processes")
     parser.add_argument("--list", action="store_true", help="list the checks and exit")
+    parser.add_argument(
+        "--measured", action="store_true", help="print which figures were measured with which versions, and exit"
+    )
     flags, overrides = parser.parse_known_args(words)
     if overrides and not flags.config:
         raise BadInput(f"unknown argument {overrides[0]}. Keys of a run (--group.key value) need --config.")

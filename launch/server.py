@@ -23,6 +23,7 @@ from kit.core.config.load import load_config
 from kit.core.config.schema import Config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, command_parser, run_command
 from kit.core.file_kinds import SERVERS
+from kit.core.measured import warning
 from kit.core.run_directory import RunDir, base_directory, write_json
 from kit.core.run_files import read_object, read_optional
 from kit.rollout.protocol import Info
@@ -36,6 +37,7 @@ from launch.vllm_command import (
     gpu_gib,
     installed_vllm,
     plans,
+    unmeasured,
     visible_cards,
     visible_gpus,
 )
@@ -131,6 +133,8 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed,
         f"vLLM {vllm.version}: {directory} ({called} base {str(manifest.get('base_hash'))[:12]}) as {held}, "
         f"KV cache {server.kv_cache}, sync by {way}"
     )
+    if text := unmeasured(not vllm.is_cpu):
+        print(warning(text))
     for plan in found:
         gpus = f"GPU {', '.join(plan.gpus)}" if plan.gpus else "no GPU chosen here"
         print(f"{plan.url}: listens on {plan.host}:{plan.port}, {gpus}, log {plan.log}")

@@ -35,6 +35,7 @@ from kit.core.config.run_checks import check_run_directory
 from kit.core.config.schema import Config
 from kit.core.errors import DONE, BadInput, CheckFailed, command_parser, run_command
 from kit.core.health import alerts
+from kit.core.measured import warning
 from kit.core.metrics_log import MetricsLog, mean, series
 from kit.core.one_line import printable
 from kit.core.run_directory import RunDir, base_directory
@@ -69,6 +70,7 @@ from launch.vllm_command import (
     gpu_gib,
     installed_vllm,
     plans,
+    unmeasured,
     visible_cards,
 )
 
@@ -219,6 +221,8 @@ def describe(start: Start) -> str:
         lines.append(f"restarts at most {start.restarts}")
     if start.is_elsewhere:
         lines.append("unchecked there is no GPU here: memory, ports, vLLM, and what train.gpus and server.gpus name")
+    elif text := unmeasured(bool(placement.trainer or placement.servers)):
+        lines.append(warning(text))
     return "\n".join(lines)
 
 

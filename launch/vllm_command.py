@@ -26,6 +26,7 @@ from kit.core.errors import BadInput
 from kit.core.file_kinds import BASE, BASE_HASH, MODEL_CONFIG
 from kit.core.limits import FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM, fold_gib
 from kit.core.lora import EXPERT_PARTS
+from kit.core.measured import never_measured_here
 from kit.core.run_directory import RunDir, base_directory, read_manifest, stored_as
 from kit.core.run_files import read_object, read_optional
 from kit.rollout.protocol import QUANT_CFG
@@ -192,6 +193,13 @@ def visible_cards() -> list[tuple[str, tuple[int, int]]]:
     lines = (_nvidia_smi("name,compute_cap") or []) if shutil.which("nvidia-smi") else []
     rows = dict.fromkeys(tuple(line.rsplit(", ", 1)) for line in lines)
     return [(name, (int(number[:-2]), int(number[-1]))) for name, number in rows if re.fullmatch(r"\d+\.\d", number)]
+
+
+def unmeasured(uses_gpus: bool) -> str | None:
+    """How the installed versions differ from all that were measured on this machine's GPUs, or on a CPU; None if a
+    set of them was."""
+    kinds = [capability for _, capability in visible_cards()] if uses_gpus else [None]
+    return next((text for kind in kinds if (text := never_measured_here(kind))), None)
 
 
 def gpu_gib() -> float | None:

@@ -468,5 +468,7 @@ def software(facts: dict, manifest: dict) -> str:
     made = f"Merged {in_markdown(manifest.get('created'))}."
     if revision := facts.get("git_revision"):
         made += f" Code of the training: {code(revision)}."
+    if text := facts.get("never_measured"):
+        made += f" Trained with versions that the kit was never measured with: {in_markdown(text)}."
     then = "import" if is_imported(facts["config"]) else "training"
     return table("## Versions", ("package", then, "this card"), rows) + f"\n\n{made}"

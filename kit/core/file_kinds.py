@@ -26,6 +26,7 @@ RESTORE = "Restore the file, or start another run."
 class RunConfig(TypedDict, total=False):
     config: Required[Config]
     versions: dict[str, str | None]
+    never_measured: str | None
     machine: dict[str, Any]
     processes: Count
     code_sandbox: Any

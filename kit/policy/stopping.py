@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,12 +43,20 @@ class StopCriterion(StoppingCriteria):
 
 
 @contextlib.contextmanager
-def stopping(model: torch.nn.Module, criterion: StopCriterion) -> Iterator[None]:
-    """Let `model.generate` end at the criterion, whoever calls it: TRL 1.16 passes no criteria on."""
-    if not criterion.texts:
+def stopping(
+    model: torch.nn.Module, criterion: StopCriterion, decode: Callable[..., torch.Tensor] | None = None
+) -> Iterator[None]:
+    """Let `model.generate` end at the criterion, whoever calls it, and with `decode` run that loop (`decoding.py`):
+    TRL 1.16 passes neither on."""
+    options: dict[str, Any] = {}
+    if criterion.texts:
+        options["stopping_criteria"] = StoppingCriteriaList([criterion])
+    if decode is not None:
+        options["custom_generate"] = decode
+    if not options:
         yield
         return
-    model.generate = functools.partial(model.generate, stopping_criteria=StoppingCriteriaList([criterion]))
+    model.generate = functools.partial(model.generate, **options)
     try:
         yield
     finally:

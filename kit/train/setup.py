@@ -28,6 +28,7 @@ from kit.core.errors import BadInput, CheckFailed, Interrupted, MachineFailed
 from kit.core.first_cause import fail, first_cause
 from kit.core.format_names import read_quant_format
 from kit.core.formats import QuantFormat
+from kit.core.measured import warning
 from kit.core.progress import end_with_launcher, steps, watched
 from kit.core.run_directory import RunDir, write_record
 from kit.core.run_state import drop_replaced, record_standstill, trains_in
@@ -358,13 +359,15 @@ def describe_format(fmt: QuantFormat, config: Config) -> str:
 
 
 def record_config(config: Config, run: RunDir, processes: int) -> None:
-    """Write `config.json`, in the main process only."""
+    """Write `config.json`, in the main process only; warn about versions that were never measured."""
     from accelerate import PartialState
 
-    from kit.train.record import write_config
+    from kit.train.record import unmeasured, write_config
 
     if PartialState().is_main_process:
         write_config(config, run, processes)
+        if text := unmeasured():
+            say(warning(text))
 
 
 @contextlib.contextmanager

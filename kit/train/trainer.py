@@ -39,6 +39,7 @@ from kit.core.progress import beat
 from kit.core.run_directory import RunDir, checkpoint_step
 from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
 from kit.policy.adapter_dropout import turned_off
+from kit.policy.decoding import decode
 from kit.policy.fused_linear import use_fused_linears
 from kit.policy.liger import use_kernels
 from kit.policy.load import load_adapter_weights, publish_adapter, set_adapter_dtype
@@ -399,7 +400,8 @@ class PolicyTrainer(GRPOTrainer):
         def generate(prompt_ids: list[list[int]], group: int, max_tokens: int) -> list[list[int]]:
             self.generation_config.max_new_tokens = max_tokens
             criterion = StopCriterion(self.stop_texts, prompt_ids, self.eos_token_ids)
-            with stopping(self.policy.unwrapped.get_base_model(), criterion):
+            loop = None if self.policy.is_split else decode
+            with stopping(self.policy.unwrapped.get_base_model(), criterion, loop):
                 return criterion.cut(self._generate_single_turn(prompt_ids, None, {}, group)[0])
 
         rows = self.args.generation_batch_size // self.accelerator.num_processes

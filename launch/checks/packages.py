@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from kit.core.installed import is_version
+from kit.core.measured import LIST, never_measured_here
 from launch.checks.children import Outcome, reason, run_steps
 from launch.checks.machine import Machine, Row, fail, ok, skip, warn
 
@@ -73,7 +75,7 @@ def packages(machine: Machine) -> Iterator[Row]:
         yield fail(f"{file.name} cannot be read: {error.strerror}", "git checkout -- requirements*.txt")
         return
     absent = [one for one in pins if installed(one) is None]
-    wrong = [one for one in pins if one not in absent and not _is_same(installed(one), pins[one])]
+    wrong = [one for one in pins if one not in absent and not is_version(installed(one), pins[one])]
     if absent:
         yield fail(f"missing: {', '.join(f'{one} {pins[one]}' for one in absent)}", install_command(machine))
     tied = _pinned_by_vllm()
@@ -81,7 +83,7 @@ def packages(machine: Machine) -> Iterator[Row]:
         found = f"{one} {installed(one)}, {file.name} pins {pins[one]}"
         tested = one.startswith("vllm") and _is_tested(installed(one))
         fix = install_command(machine)
-        if tested or (one in tied and _is_same(installed(one), tied[one])):
+        if tested or (one in tied and is_version(installed(one), tied[one])):
             yield warn(f"{found}; a version the rollout server was tested with", fix)
         elif _minor(installed(one)) == _minor(pins[one]):
             yield warn(found, fix)
@@ -89,11 +91,6 @@ def packages(machine: Machine) -> Iterator[Row]:
             yield fail(found, fix)
     if not absent and not wrong:
         yield ok(f"{len(pins)} as pinned in {file.name}")
-
-
-def _is_same(found: str, pinned: str) -> bool:
-    # torch==2.13.0 installs 2.13.0+cu130; a pin with a local part (+cpu) must match exactly.
-    return found == pinned or ("+" not in pinned and found.partition("+")[0] == pinned)
 
 
 def _minor(version: str) -> list[str]:
@@ -115,6 +112,22 @@ def _pinned_by_vllm() -> dict[str, str]:
             found = (re.match(r"([\w.-]+)\s*\(?==([\w.+]+)", line) for line in metadata.requires(name) or [])
             return {_plain(match[1]): match[2] for match in found if match}
     return {}
+
+
+def measured(machine: Machine) -> Iterator[Row]:
+    """Whether this set of versions was measured on devices like this machine's."""
+    if installed("torch") is None:
+        yield skip("torch is not installed")
+        return
+    known = [one.capability for one in machine.gpus if one.capability != (0, 0)]
+    if machine.gpus and not known:
+        yield skip("the driver does not say what the GPUs are")
+        return
+    found = [text for capability in dict.fromkeys(known or [None]) if (text := never_measured_here(capability))]
+    for text in found:
+        yield warn(text, f"{LIST} prints what was measured; expect other figures, and run the tests: make test-all")
+    if not found:
+        yield ok("a set of versions that was measured on this kind of device")
 
 
 def conflicts(machine: Machine) -> Iterator[Row]:

@@ -155,16 +155,6 @@ def checkout(tmp_path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_the_readme_says_that_the_pinned_cuda_versions_never_ran_until_a_figure_is_of_them():
-    pinned = {name: version for name, version in re.findall(r"^(torch|vllm)==(\d+\.\d+)", cuda_pins(), re.M)}
-    pages = "".join(page.read_text() for page in ROOT.rglob("*.md") if ".venv" not in str(page))
-    measured = set(re.findall(r"torch (\d+\.\d+)\.\d+\+cu\d+", pages))
-    limits = (ROOT / "README.md").read_text().partition("## What does not work yet")[2].partition("\n## ")[0]
-    said = f"The pinned CUDA environment (torch {pinned['torch']}, vLLM {pinned['vllm']}) has never run on a GPU."
-    assert measured and (said in limits) == (pinned["torch"] not in measured)
-    assert all(f"torch {version}" in limits for version in measured)
-
-
 def test_make_help_lists_every_target_in_a_line():
     text = (ROOT / "Makefile").read_text()
     targets = {name for line in re.findall(r"^\.PHONY:(.*)", text, re.M) for name in line.split()}
@@ -172,10 +162,6 @@ def test_make_help_lists_every_target_in_a_line():
     listed = {name for line in re.findall(r"^make ([\w, -]+?)(?:  |$)", said, re.M) for name in line.split(", ")}
     assert listed == targets
     assert max(map(len, said.splitlines())) <= 120
-
-
-def cuda_pins() -> str:
-    return "".join((ROOT / f"requirements{name}.txt").read_text() for name in ("", "-cuda"))
 
 
 class Continuous:
