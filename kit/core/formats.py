@@ -242,6 +242,14 @@ def check_model(fmt: QuantFormat, model_config: Any) -> None:
     check_shapes(fmt, _decoder_shapes(facts))
 
 
+def model_fault(fmt: QuantFormat, model_config: Any) -> str:
+    """Why vLLM's kernels for `fmt` cannot hold a model with this configuration; empty if they can."""
+    facts = _facts(model_config)
+    if experts := find_experts(facts):
+        return f"does not hold experts ({experts}): the kit folds an adapter into linear layers of {fmt.name} only"
+    return shape_fault(fmt, _decoder_shapes(facts))
+
+
 def _facts(model_config: Any) -> Mapping[str, Any]:
     return model_config if isinstance(model_config, Mapping) else model_config.to_dict()
 

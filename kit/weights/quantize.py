@@ -20,6 +20,7 @@ import torch
 
 from kit.core.cards import generation
 from kit.core.formats import FORMATS, ActivationFormat, QuantFormat
+from kit.core.limits import PACK_CHUNK
 from kit.weights import fp8, stored_weight
 from kit.weights.fp8 import E4M3_MAX
 from kit.weights.stored_weight import Layer
@@ -29,7 +30,6 @@ LEAST_GLOBAL_EXPONENT, MOST_GLOBAL_EXPONENT = -126, 126
 ZERO_SCALE = torch.finfo(torch.float32).eps  # compressed-tensors' scale of a block of zeros
 ZERO_E4M3_SCALE = 0.125  # of a group of zeros
 LEAST_GROUP_PEAK = 1e-10  # vLLM's, for groups of FP8 activations
-PACKED_AT_ONCE = 1 << 22  # weights
 
 
 @torch.no_grad()
@@ -151,7 +151,7 @@ def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Ten
     rows, columns = weight.shape
     packed = torch.empty(rows, columns // 8, dtype=torch.int32, device=weight.device)
     scale = torch.empty(rows, columns // group, dtype=torch.bfloat16, device=weight.device)
-    step = max(1, PACKED_AT_ONCE // columns)
+    step = max(1, PACK_CHUNK // columns)
     for piece in (slice(at, at + step) for at in range(0, rows, step)):
         value = weight[piece].to(torch.bfloat16).float().unflatten(1, (-1, group))  # (R, in / group, group)
         own = bf16_scale(value.abs().amax(-1, keepdim=True), INT4_MAX)
