@@ -39,14 +39,14 @@ def give_weight(fresh: Any, weight: "torch.Tensor") -> None:
     which vLLM has not repacked yet.
 
     It gets a scheme and a kernel of its own: vLLM 0.26 keeps a scratch tensor in the kernel whose address is in CUDA
-    graphs, and repacking replaces it.
+    graphs, and repacking replaces it. The kernel is of the layer's kind, whatever vLLM would choose now.
     """
     import torch
 
     from kit.weights.quantize import pack_int4
 
     packed, scale = pack_int4(weight, fresh.scheme.group_size)
-    fresh.scheme = copy.copy(fresh.scheme)
+    fresh.scheme, kernel = copy.copy(fresh.scheme), copy.copy(fresh.scheme.kernel)
     with torch.device(weight.device):
         fresh.scheme.create_weights(
             layer=fresh,
@@ -57,5 +57,6 @@ def give_weight(fresh: Any, weight: "torch.Tensor") -> None:
             params_dtype=fresh.params_dtype,
             weight_loader=None,
         )
+    fresh.scheme.kernel = kernel
     fresh.weight_packed.data, fresh.weight_scale.data = packed, scale.to(fresh.params_dtype)
     del fresh.weight_shape  # of a fused layer's last part; no kernel reads it
