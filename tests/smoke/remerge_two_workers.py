@@ -86,7 +86,6 @@ def main(folder: Path, weights: str, workers: int) -> None:
         if method == "remerge_activate":
             found[arguments[0]] = scores(llm)
     if packed_format(weights):  # the base, which vLLM reads in 16 bits
-        del llm
         found["base"] = scores(engine(folder / "base", weights, workers))
     print("SCORES", json.dumps(found), flush=True)
 
