@@ -40,7 +40,7 @@ from kit.weights.wrapped import LANGUAGE
 
 ROOT = Path(__file__).parents[1]
 BY_INPUTS = ("o_proj", "down_proj", "out_proj")  # layers whose inputs tensor parallelism divides
-CPU_WEIGHTS = ("fp8_per_channel", "bf16", "w4a16")
+CPU_WEIGHTS = ("fp8_per_channel", "bf16")  # and packed ones, on some processors
 # Flags that are set by a configuration key, and that key.
 OWN_FLAGS = {
     "model": "server.base",
@@ -439,13 +439,14 @@ def _environment(config: Config, vllm: Installed, gpus: tuple[str, ...] | None) 
 
 def _unservable(config: Config, vllm: Installed) -> list[str]:
     found, server = [], config.server
-    if vllm.is_cpu and server.weights not in CPU_WEIGHTS:
+    packed = format_rules.packed_of(config)
+    if vllm.is_cpu and server.weights not in CPU_WEIGHTS and not packed:
         found.append(
             f"server.weights {server.weights} has no kernel in vLLM for CPUs. Use {' or '.join(CPU_WEIGHTS)} there."
         )
     elif vllm.is_cpu and server.weights.startswith("fp8") and router_names(base_directory(config)):
         found.append(f"server.weights {server.weights} has no kernel for experts in vLLM for CPUs. Use bf16 there.")
-    if packed := format_rules.packed_of(config):
+    if packed:
         found += _packed_faults(config, packed, vllm)
     if vllm.is_cpu and server.force_w8a16:
         found.append("server.force_w8a16 is for GPUs: vLLM for CPUs has no Marlin kernels. Set it to false.")

@@ -29,8 +29,8 @@ NF4_ERROR = (0.085, 0.100)
 # Cosine between the adapter's gradient and the true one. A repacked base gives 0.2 to 0.3 (bitsandbytes 0.50,
 # AVX512-BF16).
 LEAST_COSINE = 0.97
-# Mean |Δlogp| against transformers in float32 on the small model: FP8 0.05, INT4 0.13 on CPU. Broken weights give whole
-# nats.
+# Mean |Δlogp| against transformers in float32 on the small model: FP8 0.05, INT4 0.13 on CPU. Broken weights give
+# whole nats.
 MOST_DELTA = 0.25
 SHAPE = {
     "vocab_size": 256,
