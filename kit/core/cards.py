@@ -15,7 +15,8 @@ class Generation:
     """GPUs of one compute capability.
 
     `served` maps `server.weights` to the product that vLLM makes of it: W8A8 quantizes the inputs too, W8A16 (Marlin)
-    reads FP8 weights and multiplies in 16 bits. A value that is missing is refused by vLLM.
+    reads FP8 weights and multiplies in 16 bits, as W4A16 does with INT4 ones. A value that is missing is refused by
+    vLLM.
     """
 
     name: str
@@ -46,8 +47,8 @@ class Generation:
 
 
 _HALF = ("float16", "float32")
-_MARLIN = {"fp8_per_tensor": W8A16, "fp8_per_block": W8A16, "bf16": W16A16}
-_FP8 = {"fp8_per_channel": W8A8, "fp8_per_tensor": W8A8, "fp8_per_block": W8A8, "bf16": W16A16}
+_MARLIN = {"fp8_per_tensor": W8A16, "fp8_per_block": W8A16, "w4a16": W4A16, "bf16": W16A16}
+_FP8 = {"fp8_per_channel": W8A8, "fp8_per_tensor": W8A8, "fp8_per_block": W8A8, "w4a16": W4A16, "bf16": W16A16}
 
 # CUDA 13, for which torch 2.13 and vLLM 0.31 are built, compiles for 7.5 and newer.
 _VOLTA = Generation(name="Volta", capability=(7, 0), dtypes=_HALF)

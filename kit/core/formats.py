@@ -50,6 +50,7 @@ class QuantFormat:
     preset: str = ""  # compressed-tensors' scheme
     weights_preset: str = ""  # scheme of the weights if it is another one's
     served_as: str = "bf16"  # server.weights of a run that trains for it; bf16 holds the same numbers
+    kernels: str = ""  # server.weights that holds them as stored, for vLLM's own kernels
     not_trained: str = ""  # why no run trains for it, and what to do instead
     modelopt: str = ""  # nvidia-modelopt's configuration of the same numbers
     called: tuple[str, ...] = ()  # names used elsewhere for these numbers or the nearest ones
@@ -69,6 +70,11 @@ class QuantFormat:
     def shares_peak(self) -> bool:
         """Whether layers that a server fuses (q, k, v; gate, up) must share one peak: the largest of theirs."""
         return self.weight is not None and self.weight.kind == "nvfp4"
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Values of server.weights that hold these numbers."""
+        return (self.served_as, self.kernels) if self.kernels else (self.served_as,)
 
     @property
     def by_vllm(self) -> bool:
@@ -137,6 +143,7 @@ ROWS = (
         groups=(128, 64),
         layout="pack-quantized",
         preset="W4A16",
+        kernels="w4a16",
         modelopt="INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
         called=("int4",),
     ),
@@ -194,6 +201,19 @@ FORMATS = {fmt.name: fmt for fmt in ROWS}
 TRAINED = {fmt.name: fmt for fmt in ROWS if not fmt.not_trained}  # those that a run can be trained for
 
 
+def packed_format(weights: str | None) -> QuantFormat | None:
+    """The format whose stored form `server.weights` holds; None for weights that vLLM quantizes, and for bf16."""
+    return next((fmt for fmt in ROWS if fmt.kernels and fmt.kernels == weights), None)
+
+
+def served_bytes(weights: str, bf16: float = 2.0) -> float:
+    """Bytes of a linear layer's weight in `server.weights`; `bf16` are those of an unquantized one."""
+    if weights == "bf16":
+        return bf16
+    packed = packed_format(weights)
+    return packed.bytes_per_weight if packed else 1.0
+
+
 def fitted(fmt: QuantFormat, inputs: Iterable[int]) -> QuantFormat:
     """`fmt` as stored by a model whose quantized layers have these input sizes: with a group that divides them, or the
     largest if none does."""
@@ -220,6 +240,14 @@ def check_model(fmt: QuantFormat, model_config: Any) -> None:
             "Take a dense model, or leave policy.quant_cfg out."
         )
     check_shapes(fmt, _decoder_shapes(facts))
+
+
+def model_fault(fmt: QuantFormat, model_config: Any) -> str:
+    """Why vLLM's kernels for `fmt` cannot hold a model with this configuration; empty if they can."""
+    facts = _facts(model_config)
+    if experts := find_experts(facts):
+        return f"does not hold experts ({experts}): the kit folds an adapter into linear layers of {fmt.name} only"
+    return shape_fault(fmt, _decoder_shapes(facts))
 
 
 def _facts(model_config: Any) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ FOLD_BYTES = 7  # per weight of that layer, or of a layer's gate and up matrices
 # The same layer in float32, the input of vLLM's FP8 quantization with a format (quantized_fold.py).
 FORMAT_GIB = 0.4
 FOLD_CHUNK = 1 << 24  # weights quantized at once; without a kernel this takes 20 bytes per weight
+PACK_CHUNK = 1 << 22  # weights packed to INT4 at once, 15 bytes each
 
 
 def fold_gib(experts: float) -> float:

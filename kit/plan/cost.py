@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from kit.core.cards import W8A8
 from kit.core.config.card_rules import served_product
 from kit.core.config.schema import Config
+from kit.core.formats import served_bytes
 from kit.plan import quantized, teacher
 from kit.plan.coefficients import value
 from kit.plan.decoder import Shape
@@ -213,7 +214,7 @@ def decode_seconds(shape: Shape, config: Config, card: Card, sequences: float) -
     """Seconds to decode one token for each of `sequences` at half of the full length, on a vLLM server."""
     server, rollout, share = config.server, config.rollout, config.server.tensor_parallel
     fp8 = card.fp8_tflops is not None and served_product(config, card.capability)[0] == W8A8
-    read = shape.weights_read(sequences) * (1 if server.weights != "bf16" else 2) + 2 * shape.vocabulary * shape.hidden
+    read = shape.weights_read(sequences) * served_bytes(server.weights) + 2 * shape.vocabulary * shape.hidden
     bandwidth = card.gb_per_s * 1e9
     if fp8:
         reached = value("decode_efficiency_fp8") * card.fp8_tflops * 1e12

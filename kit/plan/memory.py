@@ -20,7 +20,8 @@ from typing import NamedTuple
 from kit.core.config.base_rules import CALLED
 from kit.core.config.recompute_rules import recomputed_layers
 from kit.core.config.schema import Config
-from kit.core.limits import FOLD_CHUNK, FORMAT_GIB, SERVED_RANKS, fold_gib
+from kit.core.formats import packed_format, served_bytes
+from kit.core.limits import FOLD_CHUNK, FORMAT_GIB, PACK_CHUNK, SERVED_RANKS, fold_gib
 from kit.plan import quantized, teacher
 from kit.plan.coefficients import value
 from kit.plan.decoder import Experts, LinearAttention, Shape
@@ -603,7 +604,7 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     """GiB that one GPU of a replica holds once it has synced, by part."""
     server, rollout, share = config.server, config.rollout, config.server.tensor_parallel
     width = 2 if config.model.dtype != "float32" or server.weights != "bf16" else 4
-    linear = width if server.weights == "bf16" else 1
+    linear = served_bytes(server.weights, width)
     found = {
         "weights": shape.linear_weights * linear / share / GIB,
         "16-bit layers": shape.other_weights * width / share / GIB,
@@ -648,8 +649,10 @@ def _format_gib(config: Config, card: Card, weights: float) -> float:
     """Extra GiB needed to fold a layer of this many weights in a quantized format.
 
     It is held in float32 for vLLM to quantize; on a card without the kernels PyTorch's temporaries for some rows are
-    added.
+    added, as they are for packed weights.
     """
+    if packed := packed_format(config.server.weights):
+        return quantized.TORCH_WEIGHT[packed.weight.kind] * min(weights, PACK_CHUNK) / GIB
     if (fmt := quantized.format_of(config)) is None:
         return 0.0
     made = 0 if quantized.has_kernels(card) else quantized.TORCH_WEIGHT[fmt.weight.kind] * min(weights, FOLD_CHUNK)
@@ -724,7 +727,7 @@ def full_precision(shape: Shape, config: Config, card: Card) -> dict[str, float]
     if config.distill.is_given and (other := teacher.shape_of(shape, config)) is not shape:
         serving += 2 * other.parameters / GIB
     copy = copy_bytes(config) if config.rollout.sync == "remerge" and config.server.nf4_copy == "gpu" else 0.0
-    linear = shape.linear_weights * (2 if config.server.weights == "bf16" else 1) / GIB
+    linear = shape.linear_weights * served_bytes(config.server.weights) / GIB
     served = linear + shape.other_weights * 2 / GIB + shape.linear_weights * copy / GIB
     return {
         "full fine-tuning": (2 + 2 + 12 + 2) * shape.parameters / GIB + moving + serving,

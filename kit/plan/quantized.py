@@ -16,7 +16,7 @@ from kit.core.config import format_rules
 from kit.core.config.schema import TRAIN, Config
 from kit.core.errors import BadInput
 from kit.core.format_names import read_quant_format
-from kit.core.formats import QuantFormat, check_shapes
+from kit.core.formats import QuantFormat, check_shapes, shape_fault
 from kit.plan.decoder import Shape
 from kit.plan.gpus import Card
 
@@ -51,14 +51,17 @@ def multiplies_fp8(config: Config, card: Card) -> bool:
 
 
 def faults(shape: Shape, config: Config) -> list[str]:
-    """Why this shape cannot compute in `policy.quant_cfg`, or a server could not."""
-    if (fmt := format_of(config)) is None or shape.experts is not None:  # refused by expert_rules
+    """Why this shape cannot compute in `policy.quant_cfg`, or a server could not, or not hold its weights packed."""
+    if shape.experts is not None:  # refused by expert_rules
         return []
-    found = format_rules.faults(config)
-    try:
-        check_shapes(fmt, {one.name: (one.outs, one.ins) for one in shape.linears})
-    except BadInput as error:
-        found.append(str(error))
+    found, shapes = format_rules.faults(config), {one.name: (one.outs, one.ins) for one in shape.linears}
+    if (fmt := format_of(config)) is not None:
+        try:
+            check_shapes(fmt, shapes)
+        except BadInput as error:
+            found.append(str(error))
+    elif (packed := format_rules.packed_of(config)) and (fault := shape_fault(packed, shapes)):
+        found.append(f"server.weights {config.server.weights} {fault}. Set server.weights to fp8_per_channel.")
     return found
 
 

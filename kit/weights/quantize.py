@@ -20,6 +20,7 @@ import torch
 
 from kit.core.cards import generation
 from kit.core.formats import FORMATS, ActivationFormat, QuantFormat
+from kit.core.limits import PACK_CHUNK
 from kit.weights import fp8, stored_weight
 from kit.weights.fp8 import E4M3_MAX
 from kit.weights.stored_weight import Layer
@@ -134,7 +135,30 @@ def _fp8(value: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
 
 def _int4(value: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
     scale = bf16_scale(peak, INT4_MAX)
-    return (value / scale).round_().clamp_(-8, 7) * scale
+    return int4_codes(value, scale) * scale
+
+
+def int4_codes(value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes from -8 to 7 of `value`, in float32 like it."""
+    return (value / scale).round_().clamp_(-8, 7)
+
+
+@torch.no_grad()
+def pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a w4a16 checkpoint stores of `weight` (out, in), rounded to BF16 first: codes (out, in / 8) int32,
+    the first of eight in the lowest bits, and BF16 scales (out, in / group). Works in pieces that take 15 bytes per
+    weight."""
+    rows, columns = weight.shape
+    packed = torch.empty(rows, columns // 8, dtype=torch.int32, device=weight.device)
+    scale = torch.empty(rows, columns // group, dtype=torch.bfloat16, device=weight.device)
+    step = max(1, PACK_CHUNK // columns)
+    for piece in (slice(at, at + step) for at in range(0, rows, step)):
+        value = weight[piece].to(torch.bfloat16).float().unflatten(1, (-1, group))  # (R, in / group, group)
+        own = bf16_scale(value.abs().amax(-1, keepdim=True), INT4_MAX)
+        codes = int4_codes(value, own).add_(8).to(torch.uint8).view(len(value), -1, 2)
+        packed[piece] = (codes[..., 0] | codes[..., 1] << 4).view(torch.int32)
+        scale[piece] = own[..., 0].to(torch.bfloat16)
+    return packed, scale
 
 
 def global_scale(peak: torch.Tensor) -> torch.Tensor:

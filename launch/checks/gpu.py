@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kit.core.cards import Generation, generation
 from kit.core.config.card_rules import describe, multiplies, server_faults, trainer_faults
-from kit.core.formats import FORMATS
+from kit.core.formats import FORMATS, packed_format
+from kit.core.processor import multiplies_int4
 from launch.checks.children import Outcome, reason, run_step
 from launch.checks.machine import Gpu, Machine, Row, fail, ok, skip, split_message, warn
 from launch.checks.packages import install_command
@@ -197,6 +198,8 @@ def vllm(machine: Machine) -> Iterator[Row]:
     weights: str | None = config.server.weights if machine.needs_server else "fp8_per_channel"
     served = generation(machine.gpus[0].capability).served if machine.gpus else {}
     if weights == "bf16" or (machine.gpus and weights not in served):
+        weights = None
+    if not machine.gpus and packed_format(weights) and not multiplies_int4():  # reported with the run's servers
         weights = None
     outcome = _vllm_outcome(machine, weights)
     # A hang would recur with unquantized weights.

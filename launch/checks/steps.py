@@ -29,8 +29,9 @@ NF4_ERROR = (0.085, 0.100)
 # Cosine between the adapter's gradient and the true one. A repacked base gives 0.2 to 0.3 (bitsandbytes 0.50,
 # AVX512-BF16).
 LEAST_COSINE = 0.97
-# Mean |Δlogp| of FP8 against transformers in float32 on the small model: 0.05 on CPU. Broken weights give whole nats.
-MOST_DELTA = 0.15
+# Mean |Δlogp| against transformers in float32 on the small model: FP8 0.05, INT4 0.13 on CPU. Broken weights give
+# whole nats.
+MOST_DELTA = 0.25
 SHAPE = {
     "vocab_size": 256,
     "hidden_size": 128,
@@ -193,13 +194,15 @@ def _cosine(one: "torch.Tensor", other: "torch.Tensor") -> float:
     return (one @ other / (one.norm() * other.norm())).item()
 
 
-def vllm_token(quantization: str | None) -> dict:
-    """One token from vLLM with the small model, and its prompt log-probs against transformers' in float32."""
+def vllm_token(weights: str | None) -> dict:
+    """One token from vLLM with the small model in `server.weights` (None: unquantized), and its prompt log-probs
+    against transformers' in float32."""
     import tempfile
 
     asked = [name for name in os.environ if name.startswith("VLLM_")]
     # One process, so that an error is raised here. The user's own settings win.
-    for name, value in {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
+    defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_INT4_W4A8": "0"}
+    for name, value in defaults.items():
         os.environ.setdefault(name, value)
     import torch
     import vllm
@@ -211,7 +214,6 @@ def vllm_token(quantization: str | None) -> dict:
         write_small_model(Path(folder))
         engine = LLM(
             model=folder,
-            quantization=quantization,
             dtype=_half(),
             max_model_len=64,
             max_num_seqs=2,
@@ -219,6 +221,7 @@ def vllm_token(quantization: str | None) -> dict:
             skip_tokenizer_init=True,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
+            **_weights_options(weights, Path(folder)),
             # Leaves room on a GPU that is in use; the KV cache needs a few MiB.
             **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 26} if torch.cuda.is_available() else {}),
         )
@@ -238,6 +241,21 @@ def vllm_token(quantization: str | None) -> dict:
     unknown = {name: difflib.get_close_matches(name, known, n=1) for name in asked if name not in known}
     facts = {"version": vllm.__version__, "token": sampled.token_ids[0], "delta": round(delta, 4)}
     return facts | {"start_s": round(start_s, 1), "unknown": unknown}
+
+
+def _weights_options(weights: str | None, folder: Path) -> dict:
+    """vLLM's options for a model in a directory that is served in `weights`, as `launch.server` sets them."""
+    from kit.core.formats import packed_format
+    from kit.rollout.server import packed_config
+    from kit.rollout.server.adapter_check import checkpoint_shapes
+
+    if (packed := packed_format(weights)) is None:
+        return {"quantization": weights}
+    facts = {"quantization": {"type": "none", "storage_dtype": "bfloat16"}, "hash": "", "tensors": {}}
+    (folder / "base.json").write_text(json.dumps(facts | {"quantized": list(checkpoint_shapes(folder))}))
+    settings = packed_config.quantization_config(packed, folder)
+    options = {"load_format": packed_config.LOAD_FORMAT, "worker_extension_cls": packed_config.EXTENSION}
+    return options | {"hf_overrides": {"quantization_config": settings}}
 
 
 def _log_probs(folder: str, ids: list[int]) -> "torch.Tensor":

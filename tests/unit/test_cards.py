@@ -56,7 +56,7 @@ def test_what_a_card_cannot_train_is_refused_with_what_it_can(card, keys, compla
     ("card", "keys", "complaint"),
     [
         ("a100", {}, "server.weights is fp8_per_channel, which vLLM refuses on a100-80g (compute capability 8.0)"),
-        ("a100", {}, "Served there: fp8_per_tensor (W8A16), fp8_per_block (W8A16), bf16 (W16A16)"),
+        ("a100", {}, "Served there: fp8_per_tensor (W8A16), fp8_per_block (W8A16), w4a16 (W4A16), bf16 (W16A16)"),
         ("t4", {"model__dtype": "float32", "server__weights": "bf16"}, "server.kv_cache is fp8"),
         ("v100", {}, "not supported"),
         ("rtx4090", {"policy__quant_cfg": "fp8_block", "server__weights": "fp8_per_block"}, "8.9, needed 9.0"),

@@ -1,9 +1,9 @@
 """Keys that a GPU cannot train or serve with, by the rows of `kit/core/cards.py`. Imports no torch."""
 
-from kit.core.cards import GENERATIONS, W4A4, W8A8, W8A16, W16A16, Generation, first_fp8, generation
+from kit.core.cards import GENERATIONS, W4A4, W4A16, W8A8, W8A16, W16A16, Generation, first_fp8, generation
 from kit.core.config.schema import Config
 from kit.core.format_names import read_quant_format
-from kit.core.formats import QuantFormat, others_than_vllms
+from kit.core.formats import QuantFormat, others_than_vllms, packed_format
 
 
 def multiplies(fmt: QuantFormat, row: Generation) -> bool:
@@ -61,10 +61,10 @@ def server_faults(config: Config, name: str, capability: tuple[int, int]) -> lis
 
 
 def served_product(config: Config, capability: tuple[int, int] | None) -> tuple[str, bool]:
-    """What a server makes of `server.weights` on a GPU (W8A8, W8A16, W16A16; unknown GPUs multiply FP8), and whether
-    `server.force_w8a16` changes that."""
+    """What a server makes of `server.weights` on a GPU (W8A8, W8A16, W4A16, W16A16; unknown GPUs multiply FP8), and
+    whether `server.force_w8a16` changes that."""
     weights = config.server.weights
-    own = W16A16 if weights == "bf16" else W8A8
+    own = W16A16 if weights == "bf16" else W4A16 if packed_format(weights) else W8A8
     if capability is not None:
         own = generation(capability).served.get(weights, own)
     forced = config.server.force_w8a16 and own != W8A16

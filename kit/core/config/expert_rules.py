@@ -1,5 +1,6 @@
 """Settings that do not reach the experts of a mixture. Imports no torch."""
 
+from kit.core.config.format_rules import packed_of
 from kit.core.config.schema import Config
 
 
@@ -14,4 +15,7 @@ def faults(config: Config) -> list[str]:
         found.append(f"policy.lora_dropout ({policy.lora_dropout}) cannot be applied to experts. Set it to 0")
     if rollout.backend == "server" and rollout.sync == "adapter" and policy.expert_rank != 0:
         found.append("a server cannot serve an adapter on experts unmerged. Set rollout.sync to remerge")
+    if packed_of(config):
+        weights = config.server.weights
+        found.append(f"server.weights {weights} does not hold experts. Set it to fp8_per_channel or bf16")
     return found

@@ -237,8 +237,8 @@ class ServerConfig:
     base: str | None = _option(
         None, "directory of the dequantized base (python -m merge base); default models/bases/<name>", limit=PATH
     )
-    weights: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "bf16"] = _option(
-        "fp8_per_channel", "format in which vLLM stores the dequantized base"
+    weights: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "bf16", "w4a16"] = _option(
+        "fp8_per_channel", "format in which vLLM stores the dequantized base; w4a16: INT4, with rollout.sync remerge"
     )
     force_w8a16: bool = _option(
         False, "FP8 weights, inputs in 16 bits (vLLM's Marlin kernels, as on Ampere) on a GPU that multiplies FP8 too"

@@ -42,6 +42,7 @@ from kit.rollout.protocol import (
 from kit.rollout.server.adapter_check import Refused, read_header
 from kit.rollout.server.adapter_roots import copy_adapter
 from kit.rollout.server.fence import Fence
+from kit.rollout.server.packed_layers import weights_of
 from kit.rollout.server.requests import Directory, Generate, Named, Noise, Score, Stage, checked, read
 from kit.rollout.server.versions import COPIES, NF4_COPY, Failure, Version, Versions
 from kit.rollout.server.vllm_types import (
@@ -149,7 +150,7 @@ class Routes:
             "vllm": vllm_version(),
             "model": str(config.model_config.model),
             "base_hash": versions.base_hash,
-            "weights": config.model_config.quantization or unquantized(config.model_config.dtype),
+            "weights": weights_of(config.model_config) or unquantized(config.model_config.dtype),
             "product": versions.product,
             "is_forced": getattr(getattr(config, "kernel_config", None), "linear_backend", "auto") == "marlin",
             "quant_cfg": versions.quant_cfg,

@@ -21,6 +21,7 @@ from kit.core.formats import TRAINED, QuantFormat
 from kit.core.limits import FOLD_CHUNK
 from kit.core.run_files import find_fault, parse
 from kit.rollout.protocol import INPUT_PEAKS, QUANT_CFG, WEIGHTS
+from kit.rollout.server.packed_layers import weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +36,9 @@ def format_of(vllm_config: Any) -> QuantFormat | None:
         return None
     if name not in TRAINED:
         raise ValueError(f"--additional-config names the format {name!r}, not one of {', '.join(TRAINED)}")
-    fmt, held = TRAINED[name], vllm_config.model_config.quantization or "bf16"
-    if held != fmt.served_as:
-        raise ValueError(f"{name} is served as {fmt.served_as}, the server was started as {held}")
+    fmt, held = TRAINED[name], weights_of(vllm_config.model_config) or "bf16"
+    if held not in fmt.servers:
+        raise ValueError(f"{name} is served as {' or '.join(fmt.servers)}, the server was started as {held}")
     return fmt
 
 

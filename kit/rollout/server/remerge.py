@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kit.core import limits, lora
-from kit.core.cards import W8A8, W8A16, W16A16
+from kit.core.cards import W4A16, W8A8, W8A16, W16A16
 from kit.core.checkpoint_files import read_header
 from kit.core.file_kinds import ADAPTER_CONFIG, NF4_INDEX
 from kit.core.formats import QuantFormat, fitted
 from kit.core.run_files import read_object
 from kit.rollout.noise import Noise, NoisyNorms
 from kit.rollout.protocol import CONFIG, TENSORS, WEIGHTS
-from kit.rollout.server import base_copy, expert_layers, quantized_fold
+from kit.rollout.server import base_copy, expert_layers, packed_layers, quantized_fold
 from kit.rollout.server.expert_layers import is_experts
 from kit.rollout.server.shard import Linear, Part
 from kit.rollout.server.vllm_types import ExpertLayer, LinearLayer, ModelConfig, ModelRunner, VllmConfig, Worker
@@ -201,7 +201,9 @@ def find_layers(model: "torch.nn.Module") -> list[Linear]:
 
 
 def linear_product(layers: "list[LinearLayer]") -> str:
-    """What the first FP8 layer multiplies: W8A16 by Marlin's kernels, else W8A8; W16A16 without FP8 weights."""
+    """What the quantized layers multiply: W4A16, W8A16 (FP8 by Marlin's kernels) or W8A8; W16A16 without any."""
+    if any(packed_layers.group_of(layer) for layer in layers):
+        return W4A16
     kernels = [getattr(layer.quant_method, "fp8_linear", None) for layer in layers]
     names = [type(kernel).__name__ for kernel in kernels if kernel is not None]
     return W16A16 if not names else W8A16 if names[0].startswith("MarlinFP8") else W8A8
@@ -410,6 +412,8 @@ def _write_weights(worker: Worker, state: State, adapter: Staged) -> None:
                     halves[id(linear.layer)] = weight
                 else:
                     expert_layers.write_experts(linear.layer, first, weight)
+            elif packed_layers.group_of(linear.layer):
+                write_weight(linear.layer, weight)
             elif state.format is None:
                 write_weight(linear.layer, weight.to(dtype))
             else:
@@ -517,7 +521,8 @@ def _on_device(
 
 
 def write_weight(layer: LinearLayer, weight: "torch.Tensor") -> None:
-    """Make a vLLM layer compute with `weight` (rows, columns), applying the layer's own quantization.
+    """Make a vLLM layer compute with `weight` (rows, columns), applying the layer's own quantization, or that of the
+    format that it holds packed.
 
     On a GPU every parameter keeps its address; `RuntimeError` if its shape or dtype would change.
     """
@@ -526,7 +531,10 @@ def write_weight(layer: LinearLayer, weight: "torch.Tensor") -> None:
     fresh = nn.Module()
     kept = ("_parameters", "_buffers", "_modules", "_already_called_process_weights_after_loading")
     fresh.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in kept})
-    fresh.weight = nn.Parameter(weight, requires_grad=False)
+    if packed_layers.group_of(layer):
+        packed_layers.give_weight(fresh, weight)
+    else:
+        fresh.weight = nn.Parameter(weight, requires_grad=False)
     before = set(fresh.__dict__)
     layer.quant_method.process_weights_after_loading(fresh)
     for name, value in fresh._parameters.items():
@@ -538,7 +546,7 @@ def write_weight(layer: LinearLayer, weight: "torch.Tensor") -> None:
         else:
             current.data.copy_(value.data)
     for name, value in fresh.__dict__.items():
-        if name in kept or (name in before and value is layer.__dict__.get(name)):
+        if name in (*kept, packed_layers.SCHEME) or (name in before and value is layer.__dict__.get(name)):
             continue
         if name == SCRATCH and name in layer.__dict__:
             continue

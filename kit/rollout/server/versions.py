@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kit.core.formats import FORMATS
+from kit.core.formats import FORMATS, packed_format
 from kit.rollout.protocol import QUANT_CFG, WAYS, Way
 from kit.rollout.server.adapter_check import Refused, Room, adapted_modules, check, checkpoint_shapes, read_adapter
 from kit.rollout.server.base_copy import has_copy
+from kit.rollout.server.packed_config import EXTENSION as PACKED
+from kit.rollout.server.packed_layers import weights_of
 from kit.rollout.server.private_files import PrivateFiles
 from kit.rollout.server.vllm_types import Engine, LoRARequest, Models
 
@@ -96,6 +98,8 @@ class Versions:
     @property
     def extension(self) -> str:
         """The worker extension that remerge needs here."""
+        if packed_format(weights_of(self.engine.vllm_config.model_config)):
+            return PACKED
         fmt = FORMATS.get(self.quant_cfg)
         return QUANTIZED_INPUTS if fmt is not None and fmt.needs_calibration else REMERGE
 

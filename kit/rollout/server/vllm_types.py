@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 class ModelConfig(Protocol):
     model: str
     quantization: str | None
+    hf_config: Any
     dtype: "torch.dtype"
     logprobs_mode: str
     max_model_len: int
