@@ -14,6 +14,7 @@ class ModelConfig(Protocol):
     logprobs_mode: str
     max_model_len: int
     enable_sleep_mode: bool
+    is_hybrid: bool
 
     def get_vocab_size(self) -> int: ...
 
@@ -32,6 +33,10 @@ class SchedulerConfig(Protocol):
     max_num_seqs: int
 
 
+class DeviceConfig(Protocol):
+    device_type: str
+
+
 class CacheConfig(Protocol):
     cache_dtype: str
     enable_prefix_caching: bool
@@ -42,6 +47,7 @@ class VllmConfig(Protocol):
     parallel_config: ParallelConfig
     scheduler_config: SchedulerConfig
     cache_config: CacheConfig
+    device_config: DeviceConfig
     lora_config: LoRAConfig | None
     additional_config: dict[str, Any]
 
