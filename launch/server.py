@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+from kit.core.config import speculation_rules
 from kit.core.config.base_rules import CALLED
 from kit.core.config.format_rules import served_format
 from kit.core.config.load import load_config
@@ -126,6 +127,8 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed,
     server, directory = config.server, base_directory(config)
     way = f"remerge (copy of the base on {server.nf4_copy})" if config.rollout.sync == "remerge" else "adapter"
     way += ", a trainer maps its base" * server.share_base
+    if drafts := speculation_rules.wanted(server):
+        way += f", {speculation_rules.called(drafts)}"
     fmt, called = served_format(config), CALLED[config.policy.quantization]
     held = f"{server.weights}, quantized to {fmt.name}" if fmt else server.weights
     held += " as W8A16 (forced)" if server.force_w8a16 else ""
@@ -178,6 +181,9 @@ def differences(config: Config, manifest: dict, info: Info) -> list[str]:
     fmt = served_format(config)
     if info.get("quant_cfg") != (fmt and fmt.name):
         found.append(f"it computes in {info.get('quant_cfg')}, policy.quant_cfg says {fmt and fmt.name}")
+    if (made := info.get("speculation")) != (asked := speculation_rules.wanted(config.server)):
+        says = f"server.speculation and its keys say {speculation_rules.called(asked)}"
+        found.append(f"it makes {speculation_rules.called(made)}, {says}")
     return found
 
 

@@ -20,12 +20,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kit.core import format_names
-from kit.core.config import card_rules, format_rules, share_rules
+from kit.core.config import card_rules, format_rules, share_rules, speculation_rules
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.file_kinds import BASE, BASE_HASH, MODEL_CONFIG
 from kit.core.formats import QuantFormat, model_fault, shape_fault
-from kit.core.limits import FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM, fold_gib
+from kit.core.limits import FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM, draft_gib, fold_gib
 from kit.core.lora import EXPERT_PARTS
 from kit.core.measured import never_measured_here
 from kit.core.processor import multiplies_int4
@@ -36,6 +36,7 @@ from kit.rollout.server import packed_config
 from kit.rollout.server.adapter_check import checkpoint_shapes
 from kit.rollout.server.adapter_roots import ROOTS
 from kit.rollout.server.base_copy import copy_bytes, has_copy
+from kit.rollout.server.cpu_sampler import CPU_SAMPLER, CPU_TESTED
 from kit.rollout.server.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE, SHARE_BASE
 from kit.weights.wrapped import LANGUAGE
 
@@ -68,6 +69,9 @@ OWN_FLAGS = {
     "lora_target_modules": "policy.target_modules",
     "worker_extension_cls": "rollout.sync and server.share_base",
     "enable_return_routed_experts": "rollout.routing",
+    "speculative_config": "server.speculation",
+    "spec_method": "server.speculation",
+    "spec_tokens": "server.draft_tokens",
     "seed": "run.seed",
     "api_key": "the environment variable VLLM_API_KEY, which process lists do not show",
     "q": "server.weights",
@@ -76,7 +80,7 @@ OWN_FLAGS = {
 # Flags that would break guarantees of the routes, and why.
 _OTHER_WEIGHTS = "the base directory determines the served weights, which are the trainer's"
 _OTHER_IDS = "the trainer's token ids are those of the base directory's tokenizer"
-_DRAFTS = "a draft model does not follow the adapter, and its log-probs were not compared with the trainer's"
+_DRAFTS = "drafts come from the text itself (server.speculation); a draft model would take memory and was not tried"
 _CLIENT = "the trainer asks http://host:port/v1/rollout; put a proxy in front of it and give the trainer its URL"
 _ONE_PROCESS = "the served version is kept in one process; name one URL per replica"
 _ONE_STAGE = "remerge does not cover it; use server.tensor_parallel"
@@ -105,10 +109,7 @@ NOT_SERVED = {
     "tokenizer_mode": _OTHER_IDS,
     "tokenizer_revision": _OTHER_IDS,
     "skip_tokenizer_init": "the trainer compares the tokenizers",
-    "speculative_config": _DRAFTS,
-    "spec_method": _DRAFTS,
     "spec_model": _DRAFTS,
-    "spec_tokens": _DRAFTS,
     "uds": _CLIENT,
     "root_path": _CLIENT,
     **{f"ssl_{part}": _CLIENT for part in ("keyfile", "certfile", "ca_certs", "cert_reqs", "ciphers")},
@@ -277,7 +278,8 @@ def plans(
     from kit.rollout.replica import log_name
 
     formats = [*format_names.faults(config), *format_rules.faults(config)]
-    faults = [*formats, *share_rules.faults(config), *_unservable(config, vllm), *_flags(config)]
+    faults = [*formats, *share_rules.faults(config), *speculation_rules.faults(config)]
+    faults += [*_unservable(config, vllm), *_flags(config)]
     for name, capability in cards if not formats else ():
         faults += card_rules.server_faults(config, name, capability)
     memory = _memory(config, vllm, card_gib, faults)
@@ -348,6 +350,15 @@ def _options(config: Config, vllm: Installed) -> Options:
         options["worker_extension_cls"] = packed_config.EXTENSION if packed else extension
         if fmt:
             options["additional_config"] = {QUANT_CFG: fmt.name}
+    if server.speculation != "none":
+        options["speculative_config"] = {
+            "method": server.speculation,
+            "num_speculative_tokens": server.draft_tokens,
+            "prompt_lookup_min": server.ngram_min,
+            "prompt_lookup_max": server.ngram_max,
+        }
+        if vllm.is_cpu:
+            options.setdefault("worker_extension_cls", CPU_SAMPLER)
     return options | {
         "logprobs_mode": "processed_logprobs",
         # The model's own generation_config.json could set top_k, top_p or a repetition penalty.
@@ -380,6 +391,9 @@ def _memory(config: Config, vllm: Installed, card_gib: float | None, faults: lis
         size = int(server.kv_cache_gib * 2**30)
         return {"gpu_memory_utilization": server.gpu_memory_utilization, "kv_cache_memory_bytes": size}
     share = server.gpu_memory_utilization
+    if config.server.speculation != "none" and card_gib:
+        vocabulary = _language_facts(config).get("vocab_size") or 0
+        share -= round(draft_gib(server.max_num_seqs, server.draft_tokens, vocabulary) / card_gib, 3)
     if config.rollout.sync == "remerge" and card_gib:
         copy_gib = 0.0
         if server.nf4_copy == "gpu" and base_directory(config).is_dir():
@@ -409,9 +423,14 @@ def _folded_experts(directory: Path) -> int:
 
 def _wrapper(config: Config) -> str | None:
     """model_type of the base, if it wraps its language model in other parts; None if not or not written yet."""
-    file = base_directory(config) / "config.json"
-    kind = read_optional(file, MODEL_CONFIG).get("model_type")
+    kind = read_optional(base_directory(config) / "config.json", MODEL_CONFIG).get("model_type")
     return kind if kind in LANGUAGE else None
+
+
+def _language_facts(config: Config) -> dict[str, Any]:
+    """The config.json of the base's language model; empty if the base is not written yet."""
+    facts = read_optional(base_directory(config) / "config.json", MODEL_CONFIG)
+    return dict(facts.get("text_config") or facts)
 
 
 def _targets(config: Config) -> list[str]:
@@ -463,6 +482,8 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
             f"rollout.routing is {config.rollout.routing}: vLLM for CPUs does not return the experts that tokens took "
             "(its second model runner needs Triton). Set it to own."
         )
+    if server.speculation != "none":
+        found += _undraftable(config, vllm)
     if vllm.is_cpu and server.sleep:
         found.append("server.sleep is for GPU memory; vLLM for CPUs cannot sleep. Set it to false.")
     elif server.sleep and config.rollout.sync == "remerge" and server.nf4_copy == "gpu":
@@ -518,6 +539,23 @@ def _packed_faults(config: Config, fmt: QuantFormat, vllm: Installed) -> list[st
         found.append(
             f"server.tensor_parallel {workers} cuts a group of {group} inputs of {odd[0]} ({cut[odd[0]]} inputs) that "
             f"share a scale in server.weights {weights}. Lower it, or set server.weights to {others}."
+        )
+    return found
+
+
+def _undraftable(config: Config, vllm: Installed) -> list[str]:
+    """Why drafted tokens would not be sampled from the policy with this model or this vLLM."""
+    found, key = [], f"server.speculation is {config.server.speculation}"
+    layers = speculation_rules.recurrent_layers(_language_facts(config).get("layer_types") or ())
+    if layers:
+        found.append(
+            f"{key} and the model has layers of {', '.join(layers)}, whose state vLLM {vllm.version} does not take "
+            "back when a draft is rejected. Set it to none."
+        )
+    if vllm.is_cpu and not vllm.version.startswith(CPU_TESTED):
+        found.append(
+            f"{key} on vLLM {vllm.version} for CPUs, whose sampler of drafts is corrected for {CPU_TESTED}x only. "
+            "Install that, or set it to none."
         )
     return found
 

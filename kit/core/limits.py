@@ -19,6 +19,15 @@ FORMAT_GIB = 0.4
 FOLD_CHUNK = 1 << 24  # weights quantized at once; without a kernel this takes 20 bytes per weight
 PACK_CHUNK = 1 << 22  # weights packed to INT4 at once, 15 bytes each
 
+# vLLM's rejection sampler per drafted token and entry of the vocabulary, with log-probs: logits in 16 bits, and in
+# float32 those that it verifies, all of them in order, those of the returned tokens, and their log-probs.
+DRAFT_BYTES = 18
+
+
+def draft_gib(sequences: int, draft_tokens: int, vocabulary: int) -> float:
+    """GiB that a server keeps free to verify drafts: its own measurement at the start drafts hardly any."""
+    return DRAFT_BYTES * sequences * draft_tokens * vocabulary / 2**30
+
 
 def fold_gib(experts: float) -> float:
     """GiB that a server keeps free to fold a layer; `experts`: weights of a layer's gate and up matrices on one GPU, 0

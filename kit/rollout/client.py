@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from kit.core.cards import W8A16
+from kit.core.config import speculation_rules
 from kit.core.config.checks import is_main_process
 from kit.core.config.format_rules import served_format
 from kit.core.config.schema import Config
@@ -23,11 +24,13 @@ from kit.core.run_directory import RunDir, base_directory
 from kit.core.run_files import read_object
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.gpu_memory import free_gpu_cache
+from kit.policy.stop_texts import StopTexts
+from kit.rollout import drafts
 from kit.rollout.episodes import EpisodeResult, EpisodeRunner
 from kit.rollout.generation import Generation
 from kit.rollout.overlap import Ahead
 from kit.rollout.policy_view import PolicyView, Processes, Report, Rollouts
-from kit.rollout.protocol import PROTOCOL, Info
+from kit.rollout.protocol import PROTOCOL, Drafted, Info
 from kit.rollout.recovery import Recovery, ReplicasFailed
 from kit.rollout.replica import Replica, ReplicaError, ask_all, is_tested_vllm
 from kit.rollout.restart_requests import allowed_wait_s
@@ -58,6 +61,7 @@ class ServerRollout:
         self._may_be_asleep = False
         self._silent: set[str] = set()
         self._mapped_gib: float | None = None  # of the trainer's base in the replica's memory
+        self._drafted: dict[str, Drafted | None] = {}  # by URL, of replicas that draft
         self._waiting: Any = None  # the process group in which processes wait for the main one
 
     def check(self, linears: list[str], vocabulary: int) -> None:
@@ -82,6 +86,10 @@ class ServerRollout:
         self._may_be_asleep = any(info["asleep"] for info in self._infos.values())
         if (product := self.product) and product.startswith(W8A16) and is_main_process():
             print(f"servers   FP8 weights, inputs in 16 bits: {product}", flush=True)
+        if asked := speculation_rules.wanted(self.config.server):
+            self._drafted = {url: info.get("drafted") for url, info in self._infos.items()}
+            if is_main_process():
+                print(f"servers   speculative decoding: {speculation_rules.called(asked)}", flush=True)
         if self.config.environment.is_given and is_main_process():
             for url in [url for url, info in self._infos.items() if not info["prefix_caching"]]:
                 print(
@@ -210,6 +218,11 @@ class ServerRollout:
         if info.get("is_forced", False) != server.force_w8a16:
             how = "with" if info.get("is_forced") else "without"
             found.append(f"it was started {how} server.force_w8a16. Restart it with this config ({START}).")
+        if (made := info.get("speculation")) != (asked := speculation_rules.wanted(server)):
+            found.append(
+                f"it makes {speculation_rules.called(made)}, server.speculation and its keys say "
+                f"{speculation_rules.called(asked)}. Restart it with this config ({START})."
+            )
         for key, value in held.items():
             if value != wanted[key]:
                 found.append(
@@ -335,7 +348,7 @@ class ServerRollout:
                 f"the {len(rows)} prompts of this step are not the {len(ahead.rows)} that were generated ahead: "
                 "the trainer no longer draws its batches as rollout.overlap expects. Set it to false."
             )
-        samples = self._in_main_process(policy.processes, ahead.take)
+        samples = self._in_main_process(policy.processes, lambda: self._counted(ahead.take, report))
         report.seconds["rollout_hidden"] = ahead.hidden_s
         return samples, ahead.version
 
@@ -439,7 +452,7 @@ class ServerRollout:
                 self._all_or_fail(lambda replica: replica.wake(), "wake up")
             self._may_be_asleep = False
         self._sync(policy, report)
-        samples = generate()
+        samples = self._counted(generate, report)
         if self.config.server.sleep:
             with timed(report.seconds, "sleep"):
                 self._may_be_asleep = True
@@ -467,6 +480,15 @@ class ServerRollout:
             report.figures.update(self.sync.update(policy))
         report.figures["server_product"] = self.product
 
+    def _counted(self, generate: Callable[[], list], report: Report) -> list:
+        """Return what `generate` makes; report what came of the drafts since the last time, if replicas draft."""
+        samples = generate()
+        if self._drafted:
+            before, answers = self._drafted, ask_all(self.replicas, lambda replica: replica.info(), probe="info")[0]
+            self._drafted = before | {url: info.get("drafted") for url, info in answers.items()}
+            report.figures.update(drafts.figures(before, self._drafted))
+        return samples
+
     def _drop_connections(self) -> None:
         for replica in self.replicas:
             replica.close()
@@ -492,7 +514,8 @@ class ServerRollout:
         """Requests of the version that the replicas serve; `stop` ends a completion."""
         at_once = [self._infos[replica.url]["max_num_seqs"] for replica in self.replicas]
         facts = self.config.rollout, self.run, self.sync.session, self.sync.served, stop
-        return Generation(self.replicas, at_once, *facts, self.sync.recovery)
+        cut = StopTexts(self.tokenizer, self.config.rollout.stop) if self._drafted else None
+        return Generation(self.replicas, at_once, *facts, self.sync.recovery, cut)
 
     def _all_or_fail(self, call: Callable[[Replica], Any], what: str) -> None:
         asked, is_final = self.replicas, False

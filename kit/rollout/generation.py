@@ -8,10 +8,12 @@ be of the version that was asked for.
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kit.core.config.schema import RolloutConfig
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir
+from kit.policy.stop_texts import StopTexts
 from kit.rollout.dispatch import Ask, Dispatcher, GenerationFailed, Requests
 from kit.rollout.episodes import Turn
 from kit.rollout.protocol import Sampling
@@ -24,7 +26,8 @@ class Generation:
     """Requests of one adapter version, the one that `session` serves on all replicas.
 
     `at_once[i]` is the number of completions that replica i generates at once. With `recovery`, replicas that fail are
-    waited for.
+    waited for. `stop_texts`, of replicas that draft tokens, are searched here too: vLLM accepts several tokens at once
+    and returns those behind a stop text (vllm#47616).
     """
 
     def __init__(
@@ -37,9 +40,10 @@ class Generation:
         version: int,
         stop: list[int],
         recovery: Recovery | None = None,
+        stop_texts: StopTexts | None = None,
     ):
         self.replicas, self.at_once, self.rollout, self.run = replicas, at_once, rollout, run
-        self.recovery = recovery
+        self.recovery, self.stop_texts = recovery, stop_texts
         self.session, self.version, self.stop = session, version, [*stop]
         self.name = f"{session}-v{version}"
 
@@ -92,9 +96,19 @@ class Generation:
                 )
             if has_experts and (fault := experts_fault(samples, len(prompt))):
                 raise ReplicaError(replica.url, "generate", fault, retry=False)
-            return samples
+            return self._ended(prompt, samples)
 
         return ask
+
+    def _ended(self, prompt: list[int], samples: list[Sample]) -> list[Sample]:
+        """The samples of a prompt through the token that completes a stop text."""
+        if not self.stop_texts:
+            return samples
+        lengths = [self.stop_texts.length(prompt, one.token_ids.tolist()) for one in samples]
+        return [
+            replace(one, token_ids=one.token_ids[:length], logprobs=one.logprobs[:length])
+            for one, length in zip(samples, lengths, strict=True)
+        ]
 
     @contextlib.contextmanager
     def _failure_named(self) -> Iterator[None]:

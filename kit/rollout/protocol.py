@@ -58,6 +58,23 @@ class Served(TypedDict):
     version: int
 
 
+class Speculation(TypedDict):
+    """How a server drafts tokens (`server.speculation` and its keys)."""
+
+    method: str
+    draft_tokens: int
+    ngram_min: int
+    ngram_max: int
+
+
+class Drafted(TypedDict):
+    """Tokens since the start of a server: drafted, accepted among them, and generated in all."""
+
+    drafted: int
+    accepted: int
+    generated: int
+
+
 class Info(TypedDict):
     """Answer of `info`: what a server holds, serves and supports."""
 
@@ -71,6 +88,8 @@ class Info(TypedDict):
     quant_cfg: str | None
     kv_cache: str
     prefix_caching: bool  # whether a prompt computes only what the KV cache lacks
+    speculation: Speculation | None
+    drafted: Drafted | None  # None: no speculation, or no counters
     logprobs_mode: str
     max_model_len: int
     max_num_seqs: int

@@ -57,6 +57,7 @@ from kit.policy.routing import use_routing
 from kit.policy.sharding import gather_adapter, gather_in_any_order, prepare
 from kit.policy.stop_texts import StopTexts
 from kit.policy.stopping import StopCriterion, stopping
+from kit.rollout.drafts import KEYS as DRAFT_KEYS
 from kit.rollout.episodes import EpisodeRunner, rollouts_of
 from kit.rollout.overlap import Batches, Lookahead
 from kit.rollout.policy_view import AheadSampler, EpisodeSampler, Report, Rollouts, Sampler
@@ -771,6 +772,7 @@ class PolicyTrainer(GRPOTrainer):
                     "canary_k3",
                     "sync_seconds",
                     "server_product",
+                    *DRAFT_KEYS,
                     "heldout_accuracy",
                     "mapped_gib",
                     *WATCHED,

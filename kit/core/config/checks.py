@@ -20,6 +20,7 @@ from kit.core.config import (
     sft_rules,
     sharding_rules,
     share_rules,
+    speculation_rules,
     trl_rules,
 )
 from kit.core.config.schema import Config, limit_faults
@@ -52,6 +53,7 @@ def check_config(config: Config, processes: int) -> None:
         *_lists(config),
         *_servers(config),
         *share_rules.faults(config, processes),
+        *speculation_rules.faults(config),
         *rollout_rules.overlap_faults(config),
         *rollout_rules.stop_faults(config.rollout.stop),
         *_kept_weights(config, sharding_rules.announced()),

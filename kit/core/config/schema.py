@@ -39,6 +39,7 @@ MIXTURE = Limit(
     "between 0 and 1. Its ends are other divergences: forward_kl at 0, reverse_kl at 1", lambda value: 0 < value < 1
 )
 CHUNK = Limit("from 1 to 4096, TRL's own tile", lambda value: 1 <= value <= 4096)
+DRAFTS = Limit("from 1 to 32", lambda value: 1 <= value <= 32)
 SEED = Limit(f"between 0 and {2**31 - 1}", lambda value: 0 <= value < 2**31)
 NAME = Limit(
     "at most 100 letters, digits, '.', '_' and '-': it names directories",
@@ -263,6 +264,12 @@ class ServerConfig:
     )
     max_num_seqs: int = _option(256, "completions that a replica generates at once", FROM_1)
     enforce_eager: bool = _option(False, "no CUDA graphs: starts faster, generates slower")
+    speculation: Literal["none", "ngram"] = _option(
+        "none", "speculative decoding, exact: ngram drafts tokens by prompt lookup, rejection sampling verifies them"
+    )
+    draft_tokens: int = _option(4, "with speculation: most tokens drafted per sequence and step", DRAFTS)
+    ngram_min: int = _option(2, "with speculation: last tokens that must occur earlier in the text, at least", FROM_1)
+    ngram_max: int = _option(4, "with speculation: last tokens that are looked up, at most", FROM_1)
     host: str | None = _option(None, "address to bind; default the URL's host, which must be this machine's")
     adapter_roots: list[str] = _option(
         [], "directories, besides the run's own, below which the servers read adapters, for runs that share them"

@@ -39,6 +39,7 @@ from kit.rollout.protocol import (
     encode_floats,
     encode_ids,
 )
+from kit.rollout.server import speculation
 from kit.rollout.server.adapter_check import Refused, read_header
 from kit.rollout.server.adapter_roots import copy_adapter
 from kit.rollout.server.fence import Fence
@@ -144,6 +145,7 @@ class Routes:
         """Return what this server holds, serves and supports."""
         config, versions = self.engine.vllm_config, self.versions
         ways, refused, modules = await versions.ways()
+        drafts = speculation.described(config)
         served = versions.served
         return {
             "protocol": PROTOCOL,
@@ -156,6 +158,8 @@ class Routes:
             "quant_cfg": versions.quant_cfg,
             "kv_cache": str(config.cache_config.cache_dtype),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "speculation": drafts,
+            "drafted": speculation.drafted() if drafts else None,
             "logprobs_mode": str(config.model_config.logprobs_mode),
             "max_model_len": config.model_config.max_model_len,
             "max_num_seqs": config.scheduler_config.max_num_seqs,

@@ -33,7 +33,13 @@ from kit.core.formats import QuantFormat, fitted
 from kit.core.run_files import read_object
 from kit.rollout.noise import Noise, NoisyNorms
 from kit.rollout.protocol import CONFIG, TENSORS, WEIGHTS
-from kit.rollout.server import base_copy, expert_layers, packed_layers, quantized_fold
+from kit.rollout.server import (
+    base_copy,
+    cpu_sampler,  # noqa: F401 importing it corrects a CPU worker
+    expert_layers,
+    packed_layers,
+    quantized_fold,
+)
 from kit.rollout.server.expert_layers import is_experts
 from kit.rollout.server.shard import Linear, Part
 from kit.rollout.server.vllm_types import ExpertLayer, LinearLayer, ModelConfig, ModelRunner, VllmConfig, Worker

@@ -20,6 +20,7 @@ from typing import Any
 
 from kit.core.formats import FORMATS, packed_format
 from kit.rollout.protocol import QUANT_CFG, WAYS, Way
+from kit.rollout.server import speculation
 from kit.rollout.server.adapter_check import Refused, Room, adapted_modules, check, checkpoint_shapes, read_adapter
 from kit.rollout.server.base_copy import has_copy
 from kit.rollout.server.packed_config import EXTENSION as PACKED
@@ -124,6 +125,8 @@ class Versions:
 
     async def _room(self, way: Way) -> Room:
         """Limits on an adapter to be served this way; `Failure` says why none can be."""
+        if why := speculation.fault(self.engine.vllm_config):
+            raise Failure(400, why)
         if way == "remerge":
             return Room(frozenset(await self._remerge_modules()), self.shapes, None, takes_patterns=True)
         if self.quant_cfg is not None:

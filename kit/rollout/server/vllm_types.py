@@ -15,6 +15,7 @@ class ModelConfig(Protocol):
     logprobs_mode: str
     max_model_len: int
     enable_sleep_mode: bool
+    is_hybrid: bool
 
     def get_vocab_size(self) -> int: ...
 
@@ -33,6 +34,10 @@ class SchedulerConfig(Protocol):
     max_num_seqs: int
 
 
+class DeviceConfig(Protocol):
+    device_type: str
+
+
 class CacheConfig(Protocol):
     cache_dtype: str
     enable_prefix_caching: bool
@@ -43,6 +48,7 @@ class VllmConfig(Protocol):
     parallel_config: ParallelConfig
     scheduler_config: SchedulerConfig
     cache_config: CacheConfig
+    device_config: DeviceConfig
     lora_config: LoRAConfig | None
     additional_config: dict[str, Any]
 
