@@ -2,6 +2,7 @@
 
     python bench/rollout_8b.py --part speed      # one GPU: sync seconds and tok/s, remerge, adapter, BF16, offline
     python bench/rollout_8b.py --part sync       # one GPU: sync seconds of remerge, both transports
+    python bench/rollout_8b.py --part weights    # one GPU: memory, syncs and tok/s of FP8 and W4A16 weights
     python bench/rollout_8b.py --part one_card   # one GPU: trainer and server together within --limit_gib
     python bench/rollout_8b.py --part split      # two GPUs: the trainer on one, the server on the other
 
@@ -31,6 +32,7 @@ MODES = {
 }
 SIZES, GROUP, PROMPT, NEW, SYNCS = (64, 256, 512), 8, 256, 512, 6
 KV_GIB = 58  # 512 sequences of 768 tokens
+FEW, FEW_GIB = (8, 64, 128), 15  # sequences of `weights`, and their KV cache
 
 
 def prepare(work: Path, layers: int) -> None:
@@ -149,10 +151,10 @@ def measure_syncs(rollout: Any, trainer: Any) -> dict[str, Any]:
     return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[-1]} | {"first": rows[0]["sync"]}
 
 
-def measure_speed(rollout: Any) -> dict[int, float]:
+def measure_speed(rollout: Any, sizes: tuple[int, ...] = SIZES) -> dict[int, float]:
     """Completion tokens per second by number of sequences, with prompts never seen before."""
     found = {}
-    for size in (SIZES[0], *SIZES):  # the first time warms up
+    for size in (sizes[0], *sizes):  # the first time warms up
         prompts = [[random.randrange(3, 250) for _ in range(PROMPT)] for _ in range(size // GROUP)]
         started = time.perf_counter()
         samples = rollout._generate_groups([list(ids) for ids in prompts for _ in range(GROUP)], [])
@@ -181,6 +183,35 @@ def speed(work: Path) -> dict[str, Any]:
         raise SystemExit((done.stdout + done.stderr)[-4000:])
     results["offline fp8"] = {"tok_s": {int(k): v for k, v in json.loads(lines[-1][8:]).items()}}
     return results
+
+
+def weights(work: Path) -> dict[str, Any]:
+    """Memory of a server beside its KV cache, syncs and speed of each kind of weights, re-merged."""
+    import torch
+
+    trainer = build_trainer(work)
+    found: dict[str, Any] = {}
+    for kind in ("fp8_per_channel", "w4a16"):
+        changes = {"server.weights": kind, "rollout.sync": "remerge", "server.kv_cache_gib": FEW_GIB}
+        changes |= {"rollout.max_canary_delta": 100}  # INT4's noise
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info()[0]
+        with Server(work, changes) as start_s:
+            rollout = connect(work, trainer, changes)
+            sync = measure_syncs(rollout, trainer)
+            tok_s = measure_speed(rollout, FEW)
+            torch.cuda.empty_cache()
+            held = (before - torch.cuda.mem_get_info()[0]) / 2**30 - FEW_GIB
+            found[kind] = {"start_s": start_s, "gib_beside_kv": held, "sync_ms": sync, "tok_s": tok_s}
+        print(kind, json.dumps(found[kind]), flush=True)
+    for kind, row in found.items():
+        speeds = ", ".join(f"{size}: {value:,.0f}" for size, value in row["tok_s"].items())
+        sync = row["sync_ms"]
+        print(
+            f"{kind:<16} {row['gib_beside_kv']:5.1f} GiB beside the KV cache, sync {sync['sync']:.0f} ms, canary delta "
+            f"{sync['canary delta']:.3f}, tok/s by sequences {speeds}"
+        )
+    return found
 
 
 def syncs(work: Path) -> dict[str, Any]:
@@ -328,7 +359,7 @@ def table(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--part", choices=("speed", "sync", "offline", "one_card", "split"), required=True)
+    parser.add_argument("--part", choices=("speed", "sync", "weights", "offline", "one_card", "split"), required=True)
     parser.add_argument("--work", type=Path, default=Path("/tmp/rollout8b"))
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--limit_gib", type=float, default=23.5, help="one_card: what a 24 GB card has to give")
@@ -348,7 +379,7 @@ def main() -> None:
         return one_card(options.work, options.limit_gib, options.sleep, options.set, options.out)
     if options.part == "split":
         return split(options.work, options.out)
-    found = speed(options.work) if options.part == "speed" else syncs(options.work)
+    found = {"speed": speed, "sync": syncs, "weights": weights}[options.part](options.work)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))
     if options.part == "speed":
