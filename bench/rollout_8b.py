@@ -193,7 +193,7 @@ def weights(work: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in ("fp8_per_channel", "w4a16"):
         changes = {"server.weights": kind, "rollout.sync": "remerge", "server.kv_cache_gib": FEW_GIB}
-        changes |= {"rollout.max_canary_delta": 100}  # INT4's noise
+        changes |= {"server.max_num_seqs": max(FEW), "rollout.max_canary_delta": 100}  # INT4's noise
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0]
         with Server(work, changes) as start_s:
@@ -208,8 +208,8 @@ def weights(work: Path) -> dict[str, Any]:
         speeds = ", ".join(f"{size}: {value:,.0f}" for size, value in row["tok_s"].items())
         sync = row["sync_ms"]
         print(
-            f"{kind:<16} {row['gib_beside_kv']:5.1f} GiB beside the KV cache, sync {sync['sync']:.0f} ms, canary delta "
-            f"{sync['canary delta']:.3f}, tok/s by sequences {speeds}"
+            f"{kind:<16} {row['gib_beside_kv']:5.1f} GiB beside the KV cache, sync {sync['sync']:.0f} ms, "
+            f"canary delta {sync['canary delta']:.3f}, tok/s by sequences {speeds}"
         )
     return found
 
