@@ -20,7 +20,7 @@ from typing import NamedTuple
 from kit.core.config.base_rules import CALLED
 from kit.core.config.recompute_rules import recomputed_layers
 from kit.core.config.schema import Config
-from kit.core.limits import FOLD_CHUNK, FORMAT_GIB, SERVED_RANKS, fold_gib
+from kit.core.limits import FOLD_CHUNK, FORMAT_GIB, SERVED_RANKS, draft_gib, fold_gib
 from kit.plan import quantized, teacher
 from kit.plan.coefficients import value
 from kit.plan.decoder import Experts, LinearAttention, Shape
@@ -45,6 +45,7 @@ EAGER_GRADIENTS = 2.5  # per attention score, in the compute dtype; traced
 DELTA_CHUNK = 64  # tokens; transformers 5.17 keeps two float32 states per chunk
 ROOM_FOR_KEPT = 0.5  # kept_weights.py: share of the memory that generation leaves free
 KEPT = "kept weights"
+DRAFTS = "logits of drafts"  # of a server with server.speculation
 
 
 @dataclass(frozen=True)
@@ -630,6 +631,8 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     activations = tokens * (wide / share + 5 * shape.hidden) * width
     sampler = server.max_num_seqs * shape.vocabulary * 4 * value("sampler_copies")
     found["activations"] = max(activations, sampler) / GIB
+    if server.speculation != "none":
+        found[DRAFTS] = draft_gib(server.max_num_seqs, server.draft_tokens, shape.vocabulary)
     if not server.enforce_eager and not card.is_cpu:
         scale = shape.layers / 36 * min(server.max_num_seqs, 512) / 256
         found["CUDA graphs"] = value("graph_gib") * scale

@@ -6,6 +6,7 @@ import math
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from kit.core.config import speculation_rules
 from kit.plan import cost, fitting, memory, quantized, splitting, teacher
 from kit.plan.fitting import Layout
 from kit.plan.memory import Estimate
@@ -62,7 +63,7 @@ def title(layout: Layout) -> str:
 
 
 def counted(layout: Layout) -> str | None:
-    """One sentence each on the cost of a format, of weights kept for a rollout and of a teacher; None without them."""
+    """Sentences on the cost of a format, kept weights, drafts and a teacher; None without any of them."""
     shape, config, card, found = layout.shape, layout.config, layout.card, []
     arguments = (shape, config, card, math.ceil(layout.completions / layout.processes))
     timed = layout.count and cost.can_estimate(card)
@@ -76,6 +77,11 @@ def counted(layout: Layout) -> str | None:
         )
     if kept := layout.trainer.get("rollout", {}).get(memory.KEPT):
         found.append(f"Rollouts keep dequantized weights, each made once: {kept:.2f} GiB.")
+    if layout.server is not None and (drafts := speculation_rules.wanted(config.server)):
+        found.append(
+            f"Replicas decode speculatively, {speculation_rules.called(drafts)}: {layout.server[memory.DRAFTS]:.2f} "
+            "GiB for their logits. Seconds assume that none is accepted."
+        )
     if who := teacher.describe(config):
         seconds = f" ({cost.teacher_seconds(*arguments):.2f} s)" if timed else ""
         own, theirs = teacher.head_products(config)

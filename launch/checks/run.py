@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kit.core.config import speculation_rules
 from kit.core.config.card_rules import served_product
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
@@ -149,7 +150,9 @@ def servers(machine: Machine) -> Iterator[Row]:
         capability = machine.gpus[0].capability if machine.gpus else None
         product, forced = served_product(config, capability or None)
         called = f"{config.server.weights} ({product}{', forced' if forced else ''})"
-        yield ok(f"{count} of {called} from {directory}, {key}")
+        drafts = speculation_rules.wanted(config.server)
+        how = f", speculative decoding: {speculation_rules.called(drafts)}" if drafts else ""
+        yield ok(f"{count} of {called} from {directory}, {key}{how}")
 
 
 @of_a_run
