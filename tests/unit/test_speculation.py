@@ -103,7 +103,12 @@ def test_windowed_attention_may_draft(tmp_path):
 
 def test_logits_of_drafts_are_left_beside_the_servers_share(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 150_000}))
-    keys = [f"--server.base={tmp_path}", "--server.max_num_seqs=256", "--server.nf4_copy=host", "--server.kv_cache_gib=null"]
+    keys = [
+        f"--server.base={tmp_path}",
+        "--server.max_num_seqs=256",
+        "--server.nf4_copy=host",
+        "--server.kv_cache_gib=null",
+    ]
 
     def share(*overrides: str) -> float:
         plan = plans(load_config(CONFIG, [*keys, *overrides]), CUDA, ["0", "1"], card_gib=80.0)[0]
