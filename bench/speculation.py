@@ -1,4 +1,4 @@
-"""Speculative decoding on real servers, with and without: exactness, accepted drafts, tok/s at 1, 8 and 64 completions.
+"""Speculative decoding on real servers, with and without: exactness, accepted drafts, tok/s of 1, 8, 64 completions.
 
     python -m recipes.real_base --out models/smollm2-135m
     python bench/speculation.py --model models/smollm2-135m --out speculation.json       # one GPU
@@ -85,6 +85,7 @@ class Variant:
         self.words = ["--config", CONFIG, *(f"--{key}={value}" for key, value in keys.items())]
         self.log = work / f"{name}.log"
         self.replica = Replica(self.url, 600)
+        self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
         with open(self.log, "w") as log:
@@ -269,9 +270,8 @@ def measure(variants: list[Variant], model: Any, tokenizer: Any, options: argpar
 def report(found: dict[str, dict], options: argparse.Namespace) -> list[str]:
     """Print the tables; return what is not exact."""
     wrong, (first, *others) = [], found
-    print(
-        f"\n{'drafts':<10}{'k3':>10}{'|Δlogp|':>10}{'greedy same':>13}{'gap':>7}{'chi2 (dof)':>16}{'p':>8}{'accepted':>10}"
-    )
+    heads = f"{'k3':>10}{'|Δlogp|':>10}{'greedy same':>13}{'gap':>7}{'chi2 (dof)':>16}{'p':>8}{'accepted':>10}"
+    print(f"\n{'drafts':<10}{heads}")
     for name, row in found.items():
         line = f"{name:<10}{row['mismatch']['k3']:>10.2e}{row['mismatch']['delta']:>10.4f}"
         if name in others:
@@ -332,10 +332,11 @@ def main() -> int:
         print(f"{len(variants)} servers after {time.perf_counter() - started:.0f} s", flush=True)
         found = measure(variants, model, AutoTokenizer.from_pretrained(options.model), options)
     finally:
-        for one in variants:
-            one.process.terminate()
-        for one in variants:
-            one.process.wait(60)
+        running = [one.process for one in variants if one.process is not None]
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait(60)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))
     wrong = report(found, options)
