@@ -172,7 +172,7 @@ def test_drafted_tokens_have_the_distribution_of_the_policy(served):
     """A chi-squared test of the tokens after every beginning, at a temperature that is not 1."""
     temperature, before = 1.3, served.accepted()
     seen: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
-    for one in served.samples(6400, 6, temperature):
+    for one in served.samples(3200, 6, temperature):
         ids = tuple(one.token_ids.tolist())
         for place, token in enumerate(ids):
             seen[ids[:place]][token] += 1
