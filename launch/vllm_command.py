@@ -338,8 +338,7 @@ def _options(config: Config, vllm: Installed) -> Options:
         fmt = format_rules.served_format(config)
         extension = QUANTIZED_INPUTS if fmt and fmt.needs_calibration else REMERGE
         options["worker_extension_cls"] = packed_config.EXTENSION if packed else extension
-        if fmt:
-            options["additional_config"] = {QUANT_CFG: fmt.name}
+        options |= {"additional_config": {QUANT_CFG: fmt.name}} if fmt else {}
     return options | {
         "logprobs_mode": "processed_logprobs",
         # The model's own generation_config.json could set top_k, top_p or a repetition penalty.
