@@ -8,8 +8,8 @@
 Four layers of Qwen3-8B's shape with random weights, base by `python -m merge base`, CUDA graphs on. Compares hashes of
 every linear layer's parameters on every worker: a fresh load of base + adapter against the base remerged, and the base
 again after the adapter is removed, which must be bit-identical. The update is a float32 sum in a different order from
-a fresh load's, so a few weights round differently. `bytes` are those of a linear layer's weight with its scales. Prints a
-table last.
+a fresh load's, so a few weights round differently. `bytes` are those of a linear layer's weight with its scales.
+Prints a table last.
 """
 
 import argparse
