@@ -8,11 +8,11 @@
 Four layers of Qwen3-8B's shape with random weights, base by `python -m merge base`, CUDA graphs on. Compares hashes of
 every linear layer's parameters on every worker: a fresh load of base + adapter against the base remerged, and the base
 again after the adapter is removed, which must be bit-identical. The update is a float32 sum in a different order from
-a fresh load's, so a few weights round differently. Prints a table last.
+a fresh load's, so a few weights round differently. `bytes` are those of a linear layer's weight with its scales.
+Prints a table last.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
@@ -24,29 +24,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 
-from kit.rollout.server.remerge import Remerge, find_layers
+from kit.core.formats import packed_format
+from kit.rollout.server import packed_config
 from launch.vllm_command import router_names
 
 ROOT = Path(__file__).parents[1]
-WEIGHTS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block", "bf16")
-
-
-class Hashed(Remerge):
-    """The worker extension with access to hashes of its weights."""
-
-    def weights_hash(self) -> dict:
-        """One hash per linear layer over all its parameters."""
-        import torch
-
-        found = {}
-        for linear in find_layers(self.model_runner.model):
-            digest = hashlib.blake2b(digest_size=8)
-            for name, value in sorted(linear.layer.named_parameters()):
-                digest.update(name.encode())
-                # Contiguous first: per-tensor weights are stored transposed.
-                digest.update(value.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
-            found[linear.name] = digest.hexdigest()
-        return found
+WEIGHTS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block", "bf16", "w4a16")
 
 
 def make_experts(folder: Path, tokenizer: Path) -> None:
@@ -101,7 +84,10 @@ def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int, exper
     from vllm import LLM, SamplingParams
 
     options = {} if weights == "bf16" else {"quantization": weights}
-    if weights != "bf16" and (routers := router_names(work / "base")):
+    if packed := packed_format(weights):
+        facts = packed_config.quantization_config(packed, work / "base")
+        options = {"load_format": packed_config.LOAD_FORMAT, "hf_overrides": {"quantization_config": facts}}
+    elif weights != "bf16" and (routers := router_names(work / "base")):
         options["quantization_config"] = {"ignore": routers}
     llm = LLM(
         model=str(work / ("base" if remerged else "merged")),
@@ -113,7 +99,7 @@ def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int, exper
         enable_prefix_caching=False,
         tensor_parallel_size=tensor_parallel,
         enable_expert_parallel=expert_parallel,
-        worker_extension_cls="remerge_weights.Hashed",
+        worker_extension_cls="hashed_weights.Hashed",
         **options,
     )
     prompts = [{"prompt_token_ids": [(7 * i + 3 * j) % 250 + 3 for j in range(64)]} for i in range(4)]
@@ -123,6 +109,7 @@ def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int, exper
         return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, greedy, use_tqdm=False)]
 
     found = {"start": llm.collective_rpc("weights_hash"), "start tokens": tokens()}
+    found["bytes"] = max(llm.collective_rpc("weights_bytes"))
     if remerged:
         calls = [("remerge_setup", str(work / "base"), "gpu")]
         for key in ("adapter", "zero"):
@@ -142,11 +129,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--work", type=Path, default=Path("/tmp/remergeweights"))
     parser.add_argument("--tensor_parallel", type=int, default=1)
-    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS)
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--expert_parallel", action="store_true")
     parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    held = [name for name in WEIGHTS if not (options.experts and packed_format(name))]  # packed: linear layers only
+    options.weights = options.weights or held
     if options.engine:
         weights, kind = options.engine
         return engine(options.work, weights, kind == "remerged", options.tensor_parallel, options.expert_parallel)
@@ -172,8 +161,8 @@ def main() -> None:
             print(f"{job} failed:\n{text[-2500:]}")
             continue
         found[job] = json.loads(lines[-1][6:])
-    titles = ("weights", "layers", "equal to a fresh load", "base again", "tokens: fresh, base", "fold ms")
-    line = "{:<16} {:>6} {:>22} {:>11} {:>20} {:>8}"
+    titles = ("weights", "layers", "equal to a fresh load", "base again", "tokens: fresh, base", "fold ms", "bytes")
+    line = "{:<16} {:>6} {:>22} {:>11} {:>20} {:>8} {:>6}"
     print(line.format(*titles))
     good = len(found) == len(jobs)
     for weights in options.weights:
@@ -191,7 +180,7 @@ def main() -> None:
         again = ours["zero"] == ours["start"]
         good &= again and remerged < base
         tokens, fold_ms = f"{remerged}, {base} of 64", f"{1000 * ours['seconds']:.0f}"
-        print(line.format(weights, len(pairs), same, str(again), tokens, fold_ms))
+        print(line.format(weights, len(pairs), same, str(again), tokens, fold_ms, f"{ours['bytes']:.2f}"))
     sys.exit(0 if good else 1)
 
 

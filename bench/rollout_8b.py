@@ -1,8 +1,8 @@
 """Syncs and rollouts of an 8B shape via the real server and the trainer's own client, and both on one small card.
 
     python bench/rollout_8b.py --part speed      # one GPU: sync seconds and tok/s, remerge, adapter, BF16, offline
+    python bench/rollout_8b.py --part weights    # one GPU: bf16, fp8, w4a16: memory, tok/s, sync seconds, k3
     python bench/rollout_8b.py --part sync       # one GPU: sync seconds of remerge, both transports
-    python bench/rollout_8b.py --part weights    # one GPU: memory, syncs and tok/s of FP8 and W4A16 weights
     python bench/rollout_8b.py --part one_card   # one GPU: trainer and server together within --limit_gib
     python bench/rollout_8b.py --part split      # two GPUs: the trainer on one, the server on the other
 
@@ -30,9 +30,16 @@ MODES = {
     "fp8 adapter": {"server.weights": "fp8_per_channel", "rollout.sync": "adapter"},
     "bf16": {"server.weights": "bf16", "rollout.sync": "remerge"},
 }
+# By server.weights; `trained` with policy.quant_cfg in the trainer too.
+WEIGHTS = {
+    "bf16": MODES["bf16"],
+    "fp8": MODES["fp8 remerge"],
+    "w4a16": {"server.weights": "w4a16", "rollout.sync": "remerge"},
+    "w4a16 trained": {"server.weights": "w4a16", "rollout.sync": "remerge", "policy.quant_cfg": "w4a16"},
+}
 SIZES, GROUP, PROMPT, NEW, SYNCS = (64, 256, 512), 8, 256, 512, 6
 KV_GIB = 58  # 512 sequences of 768 tokens
-FEW, FEW_GIB = (8, 64, 128), 15  # sequences of `weights`, and their KV cache
+FEWER, FEWER_KV_GIB = SIZES[:2], 30  # --part weights: a card of 80 GB has room for them beside BF16 weights
 
 
 def prepare(work: Path, layers: int) -> None:
@@ -79,10 +86,10 @@ class Server:
         subprocess.run(self.end, cwd=ROOT, capture_output=True, text=True)
 
 
-def build_trainer(work: Path) -> Any:
-    """The recipe's trainer on its NF4 base, not started and without a rollout backend."""
+def build_trainer(work: Path, quant_cfg: str | None = None) -> Any:
+    """The recipe's trainer on its NF4 base, not started and without a rollout backend; trains for `quant_cfg`."""
     from kit.train.trainer import PolicyTrainer
-    from recipes.grpo_qlora import main
+    from recipes import grpo_qat, grpo_qlora
 
     class Built(Exception):
         pass
@@ -91,9 +98,11 @@ def build_trainer(work: Path) -> Any:
         raise Built(trainer)
 
     PolicyTrainer.train_run = stop
-    sys.argv = ["recipes/grpo_qlora.py", *flags(work, {"rollout.backend": "in_process", "run.output_dir": work / "t"})]
+    changes = {"rollout.backend": "in_process", "run.output_dir": work / f"t-{quant_cfg}"}
+    changes |= {"policy.quant_cfg": quant_cfg} if quant_cfg else {}
+    sys.argv = ["recipe", *flags(work, changes)]
     try:
-        main()
+        (grpo_qat if quant_cfg else grpo_qlora).main()
     except Built as built:
         return built.args[0]
     raise SystemExit("the recipe did not start its trainer")
@@ -146,7 +155,7 @@ def measure_syncs(rollout: Any, trainer: Any) -> dict[str, Any]:
         parts = {name: 1e3 * value for name, value in figures["sync_seconds"].items()}
         rows.append(parts | {"sync": 1e3 * (synced - started), "to first token": 1e3 * (now - started)})
         rows[-1] |= {f"activate: {part}": 1e3 * value for part, value in inside.items()}
-        rows[-1]["canary delta"] = figures.get("canary_delta", 0.0)
+        rows[-1] |= {f"canary {key}": figures.get(f"canary_{key}", 0.0) for key in ("delta", "k3")}
     # In the first sync the server reads its NF4 copy and every kernel warms up.
     return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[-1]} | {"first": rows[0]["sync"]}
 
@@ -185,33 +194,42 @@ def speed(work: Path) -> dict[str, Any]:
     return results
 
 
-def weights(work: Path) -> dict[str, Any]:
-    """Memory of a server beside its KV cache, syncs and speed of each kind of weights, re-merged."""
-    import torch
-
-    trainer = build_trainer(work)
-    found: dict[str, Any] = {}
-    for kind in ("fp8_per_channel", "w4a16"):
-        changes = {"server.weights": kind, "rollout.sync": "remerge", "server.kv_cache_gib": FEW_GIB}
-        changes |= {"server.max_num_seqs": max(FEW), "rollout.max_canary_delta": 100}  # INT4's noise
-        torch.cuda.empty_cache()
-        before = torch.cuda.mem_get_info()[0]
+def weights(work: Path, modes: list[str]) -> dict[str, Any]:
+    """Measure what `server.weights` changes, one after the other: the server's memory without its KV cache, in GiB,
+    syncs, tok/s and k3 of the canary, whose sequences the trainer scores."""
+    trainers: dict[str | None, Any] = {}
+    results: dict[str, Any] = {}
+    for mode in modes:
+        changes, before = WEIGHTS[mode] | {"server.kv_cache_gib": FEWER_KV_GIB}, card_gib()
         with Server(work, changes) as start_s:
-            rollout = connect(work, trainer, changes)
-            sync = measure_syncs(rollout, trainer)
-            tok_s = measure_speed(rollout, FEW)
-            torch.cuda.empty_cache()
-            held = (before - torch.cuda.mem_get_info()[0]) / 2**30 - FEW_GIB
-            found[kind] = {"start_s": start_s, "gib_beside_kv": held, "sync_ms": sync, "tok_s": tok_s}
-        print(kind, json.dumps(found[kind]), flush=True)
-    for kind, row in found.items():
-        speeds = ", ".join(f"{size}: {value:,.0f}" for size, value in row["tok_s"].items())
-        sync = row["sync_ms"]
+            found = {"start_s": start_s, "server_gib": card_gib() - before - FEWER_KV_GIB}
+            if (fmt := changes.get("policy.quant_cfg")) not in trainers:
+                trainers.clear()  # one at a time on the card
+                trainers[fmt] = build_trainer(work, fmt)
+            rollout = connect(work, trainers[fmt], changes)
+            found["sync_ms"] = measure_syncs(rollout, trainers[fmt])
+            found["tok_s"] = measure_speed(rollout, FEWER)
+        results[mode] = found
+        print(mode, json.dumps(found), flush=True)
+    titles = f"{'weights':<14} {'GiB':>6} {'start s':>8} {'sync ms':>8} {'fold ms':>8} {'canary k3':>10}"
+    print(titles + "".join(f" {f'tok/s {size}':>10}" for size in FEWER))
+    for mode, found in results.items():
+        sync = found["sync_ms"]
         print(
-            f"{kind:<16} {row['gib_beside_kv']:5.1f} GiB beside the KV cache, sync {sync['sync']:.0f} ms, "
-            f"canary delta {sync['canary delta']:.3f}, tok/s by sequences {speeds}"
+            f"{mode:<14} {found['server_gib']:>6.1f} {found['start_s']:>8.0f} {sync['sync']:>8.0f} "
+            f"{sync['activate: remerge']:>8.0f} {sync['canary k3']:>10.2g} "
+            + " ".join(f"{found['tok_s'][size]:>10,.0f}" for size in FEWER)
         )
-    return found
+    return results
+
+
+def card_gib() -> float:
+    """Memory in use on the card, of all processes."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(int(first))).used / 2**30
 
 
 def syncs(work: Path) -> dict[str, Any]:
@@ -359,7 +377,8 @@ def table(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--part", choices=("speed", "sync", "weights", "offline", "one_card", "split"), required=True)
+    parser.add_argument("--part", choices=("speed", "weights", "sync", "offline", "one_card", "split"), required=True)
+    parser.add_argument("--weights", nargs="+", choices=tuple(WEIGHTS), default=list(WEIGHTS), help="weights: which")
     parser.add_argument("--work", type=Path, default=Path("/tmp/rollout8b"))
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--limit_gib", type=float, default=23.5, help="one_card: what a 24 GB card has to give")
@@ -379,7 +398,10 @@ def main() -> None:
         return one_card(options.work, options.limit_gib, options.sleep, options.set, options.out)
     if options.part == "split":
         return split(options.work, options.out)
-    found = {"speed": speed, "sync": syncs, "weights": weights}[options.part](options.work)
+    if options.part == "weights":
+        found = weights(options.work, options.weights)
+    else:
+        found = speed(options.work) if options.part == "speed" else syncs(options.work)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))
     if options.part == "speed":

@@ -379,6 +379,9 @@ def _server_candidates(layout: Layout, shared: bool) -> list[tuple[Keys, str]]:
     has_w8a8 = row is not None and row.served.get("fp8_per_channel") == W8A8
     if free and server.weights == "bf16" and has_w8a8:
         found.append(({"server.weights": "fp8_per_channel"}, "FP8 rounding in the sampler, faster rollouts"))
+    fmt = quantized.format_of(config)
+    if fmt and fmt.kernels and server.weights != fmt.kernels and (row is None or fmt.kernels in row.served):
+        found.append(({"server.weights": fmt.kernels}, f"vLLM's {fmt.name} kernels in place of BF16 ones"))
     if shared and not server.sleep and not layout.card.is_cpu:
         keys: Keys = {"server.sleep": True} | host | in_turn(config)
         found.append((keys, "about half a second per step to sleep and wake"))
@@ -391,6 +394,14 @@ def _server_candidates(layout: Layout, shared: bool) -> list[tuple[Keys, str]]:
     if server.kv_cache == "auto" and (row is None or row.fp8_cache):
         half: Keys = {"server.kv_cache_gib": server.kv_cache_gib / 2} if server.kv_cache_gib else {}
         found.append(({"server.kv_cache": "fp8", **half}, "FP8 rounding of keys and values"))
+    if (
+        free
+        and server.weights.startswith("fp8")
+        and config.rollout.sync == "remerge"
+        and row
+        and "w4a16" in row.served
+    ):
+        found.append(({"server.weights": "w4a16"}, "INT4 rounding in the sampler: farther from the policy than FP8"))
     least = math.ceil(10 * config.rollout.group_size * memory.sequence_gib(layout.shape, config)) / 10
     if layout.server["KV cache"] > least:
         found.append(({"server.kv_cache_gib": least}, "one group of full length at a time: slower rollouts"))
