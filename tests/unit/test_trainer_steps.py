@@ -242,6 +242,7 @@ def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
         self.model, self.ref_model, self.accelerator = model, None, Accelerator()
         self.args = trainer_arguments(config, RunDir(tmp_path))
         self.eos_token_ids, self._metrics, self._tokenizer = [2], {"train": {}}, None
+        self.is_deepspeed_enabled = False
 
     callbacks = []
     monkeypatch.setattr(GRPOTrainer, "__init__", made_by_trl)
@@ -250,12 +251,13 @@ def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
     monkeypatch.setattr(module, "prepare", lambda accelerator, model: None)
     for name in ("use_kernels", "use_recompute"):
         monkeypatch.setattr(module, name, lambda model, config: None)
-    monkeypatch.setattr(module, "use_packed_attention", lambda model: done.append("packed"))
+    monkeypatch.setattr(module, "use_packed_attention", lambda model, is_split: done.append("packed"))
     monkeypatch.setattr(module, "use_adapted_experts", lambda model: 0)
     monkeypatch.setattr(module, "set_adapter_dtype", lambda model, dtype: done.append(dtype))
     monkeypatch.setattr(module, "load_adapter_weights", lambda model, folder: done.append(f"weights of {folder}"))
     monkeypatch.setattr(module, "use_fused_linears", lambda model, how: done.append(f"computes {how}"))
-    monkeypatch.setattr(module, "use_quantized_linears", lambda model, fmt: done.append(f"quantized as {fmt.name}"))
+    quantize = lambda model, fmt, is_split: done.append(f"quantized as {fmt.name}")  # noqa: E731
+    monkeypatch.setattr(module, "use_quantized_linears", quantize)
     config = load_config(CONFIG, changes)
     rollout = object() if served else None
 
