@@ -73,8 +73,8 @@ def test_a_prompt_is_read_once_for_its_group_and_ended_rows_leave(model):
     made, read = sample(model, prompts(), custom_generate=decode)
     _, theirs = sample(model, prompts())
     assert read[0] == (4, 9) and theirs[0] == (16, 9)
-    ends = [(row == 0).nonzero() for row in made[:, 9:]]
-    lengths = [len(made[0]) - 9 if not len(end) else int(end[0]) for end in ends]
+    ended = torch.isin(made[:, 9:], torch.tensor(ENDS))
+    lengths = [int(row.nonzero()[0]) + 1 if row.any() else len(row) for row in ended]
     assert len(read) == len(theirs) == max(lengths)
     assert {rows for rows, _ in theirs[1:]} == {16}
     for place, (rows, tokens) in enumerate(read[1:], 1):
@@ -155,13 +155,12 @@ def test_completions_end_at_stop_texts_as_in_transformers_own_loop(model):
     text = "a"
     (end,) = tokenizer(text, add_special_tokens=False)["input_ids"]
     given, made = prompts(), []
-    own = LlamaForCausalLM(LlamaConfig(**model.config.to_dict() | {"vocab_size": end + 3})).eval()
     for loop in (None, decode):
         criterion = StopCriterion(StopTexts(tokenizer, [text]), given["input_ids"].tolist(), ENDS)
-        with stopping(own, criterion, loop):
-            rows = sample(own, given, max_new_tokens=80)[0][:, 9:].tolist()
+        with stopping(model, criterion, loop):
+            rows = sample(model, given, max_new_tokens=80)[0][:, 9:].tolist()
         made.append(criterion.cut(rows))
-        assert "generate" not in vars(own)
+        assert "generate" not in vars(model)
     assert made[0] == made[1] and any(row[-1] == end for row in made[0])
 
 
