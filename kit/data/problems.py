@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 TEXT_FORMATS = ("gsm8k", "boxed", "plain")  # whose answers a parser compares
 ANSWER_FORMATS = (*TEXT_FORMATS, "countdown", *CODE_FORMATS, "any")
 SUFFIXES = (".jsonl", ".parquet", ".json", ".jsonl.gz", ".csv", ".tsv")
-DICTIONARY = "dataset_dict.json"  # written by DatasetDict.save_to_disk: the names of its splits
+NO_SPLITS = ("dataset_dict.json", "manifest.json")  # beside splits: a DatasetDict's list of them, this kit's record
 SHOWN = 5  # bad rows listed in an error
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Columns of TRL's and verl's data sets, taken if the default column is absent.
@@ -561,7 +561,7 @@ def _split_file(path: Path, split_name: str, split: str) -> Path:
 
 def _has_rows(entry: Path) -> bool:
     """Whether an entry of a directory of splits is one of them, by its name or as a saved data set."""
-    return _is_one_split(entry) and (entry.is_dir() or entry.name.endswith(SUFFIXES)) and entry.name != DICTIONARY
+    return _is_one_split(entry) and (entry.is_dir() or entry.name.endswith(SUFFIXES)) and entry.name not in NO_SPLITS
 
 
 def _file_rows(file: Path) -> Iterator[Row]:

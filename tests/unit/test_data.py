@@ -311,10 +311,11 @@ def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path):
 
 def test_wrong_sources_are_bad_input_with_the_fix(tmp_path):
     jsonl(tmp_path / "training.jsonl", ROWS)
-    for name, text in (("a.xls", "x"), ("a.json", "{}"), ("b.json", "{"), ("a.parquet", "x")):
+    for name, text in (("a.xls", "x"), ("a.json", "{}"), ("b.json", "{"), ("a.parquet", "x"), ("manifest.json", "{}")):
         (tmp_path / name).write_text(text)
     message = bad_input(config(tmp_path))
     assert "has no train.jsonl" in message and "training.jsonl" in message and "to 'training'" in message
+    assert "manifest" not in message
     for path, why in (
         (tmp_path / "none", f"does not exist (seen from {Path.cwd()})"),
         (tmp_path / "a.xls", "unknown file type '.xls'"),
