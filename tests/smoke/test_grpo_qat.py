@@ -207,13 +207,6 @@ def test_what_cannot_work_is_refused_before_weights_load(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_split_base_is_refused(recipe, tiny_model_dir, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    code, said = recipe(arguments(tiny_model_dir, tmp_path / "run"))
-    assert code == 2 and "policy.quant_cfg is nvfp4a16 under FSDP2" in said
-
-
 def test_each_recipe_names_the_one_that_trains_the_configuration(recipe, tiny_model_dir, tmp_path):
     words = arguments(tiny_model_dir, tmp_path / "run")
     code, said = recipe(words, PLAIN)

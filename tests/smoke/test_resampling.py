@@ -181,8 +181,8 @@ def test_two_processes_replace_groups_that_they_share_and_a_resume_repeats_them(
     }
     keys |= {"train.max_steps": 4, "train.save_steps": 2, "rollout.temperature": 0.3}
     run, again = RunDir(tmp_path / "run"), RunDir(tmp_path / "again")
-    plan = [{"arguments": recipe_arguments(learning_model_dir, run.path, keys)}]
-    plan.append({"arguments": recipe_arguments(learning_model_dir, again.path, keys, ("--resume",))})
+    plan = [{"name": "run", "arguments": recipe_arguments(learning_model_dir, run.path, keys)}]
+    plan.append({"name": "again", "arguments": recipe_arguments(learning_model_dir, again.path, keys, ("--resume",))})
     plan[1] |= {"copy": [str(run.path), str(again.path)], "remove": str(again.path / "checkpoints/step-000004")}
     more = {"recipe": "recipes.grpo_qlora", "environment": {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}}
     (tmp_path / "plan.json").write_text(json.dumps([one | more for one in plan]))

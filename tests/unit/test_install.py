@@ -59,7 +59,7 @@ def third_party_imports() -> dict[str, str]:
 
 # One of the two vllm distributions is installed; code for the other may still name it. What runs inside its server
 # uses what it brings, in the versions that it wants: its web framework and, on a GPU, Triton and NVML.
-BROUGHT_BY_VLLM = {"vllm", "fastapi", "starlette", "triton", "pynvml"}
+BROUGHT_BY_VLLM = {"vllm", "fastapi", "starlette", "triton", "pynvml", "prometheus_client"}
 # merge/awq.py, launch/export/schema.py and tests/unit/modelopt_numbers.py run in environments of their own, pinned in
 # requirements-llmcompressor.txt, requirements-verl.txt and requirements-modelopt.txt. kit/environments/openenv.py and
 # verifiers.py import what those packages bring; a run uses them in .venv-openenv or .venv-verifiers.

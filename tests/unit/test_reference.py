@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 
 from kit.core.config.load import load_config
 from kit.core.config.recipe import PLAIN, QUANTIZED
-from kit.core.config.sharding_rules import FSDP2, ZERO3
 from kit.core.errors import BadInput
 from kit.plan import memory
 from kit.plan.gpus import parse_gpus
@@ -130,15 +129,6 @@ def test_only_the_trained_adapter_is_published(build, start):
     published = trainer.run.adapter_dir(1)
     sizes = [(folder / "adapter_model.safetensors").stat().st_size for folder in (start, published)]
     assert sizes[0] == sizes[1]
-
-
-@pytest.mark.parametrize("kind", [FSDP2, ZERO3])
-def test_a_base_split_over_processes_is_refused(kind, monkeypatch):
-    from kit.core.config.checks import _start_as_reference
-
-    config = load_config("recipes/configs/grpo-tiny-nf4-cpu.yaml", ["--policy.reference=init_adapter"])
-    monkeypatch.setattr("kit.core.config.sharding_rules.announced", lambda: kind)
-    assert any(kind in fault and "buffer of its own" in fault for fault in _start_as_reference(config))
 
 
 def test_the_plan_counts_the_copy_once(learning_model_dir):
