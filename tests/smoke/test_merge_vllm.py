@@ -40,16 +40,22 @@ if torch.cpu._is_avx512_supported():  # by which vLLM chooses its module
     del REFUSAL["w4a16"], REFUSAL["awq"]
 SERVED = [name for name in BOUND if name not in REFUSAL]
 
-# All engines start in one process, after vLLM was imported once; those that are refused come last.
+# vLLM is imported once; each engine is a fork, since one that was refused leaves traces in its process.
 SERVE = """
-import json, sys
+import json, os, sys
 from pathlib import Path
+import vllm
 from bench.merge_formats import serve
 for directory in sys.argv[2:]:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
     try:
         serve(directory, sys.argv[1], directory + ".json")
-    except (ValueError, RuntimeError, AttributeError) as error:
+    except Exception as error:
         Path(directory + ".json").write_text(json.dumps({"error": str(error)}))
+    finally:
+        os._exit(0)
 """
 
 
