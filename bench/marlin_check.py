@@ -117,7 +117,7 @@ def int4_format(columns: int) -> QuantFormat:
 
 
 def held_weight(kind: str, merged: torch.Tensor) -> torch.Tensor:
-    """What the layer's product is compared with: the merged weight, of INT4 the numbers that it becomes."""
+    """Reference weight of the layer's product: the merged weight, rounded to INT4 for W4A16."""
     from kit.weights.quantize import fake_quantize_weight
 
     if kind not in INT4:

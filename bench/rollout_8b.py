@@ -30,7 +30,7 @@ MODES = {
     "fp8 adapter": {"server.weights": "fp8_per_channel", "rollout.sync": "adapter"},
     "bf16": {"server.weights": "bf16", "rollout.sync": "remerge"},
 }
-# By server.weights; `trained` with policy.quant_cfg in the trainer too.
+# Keyed by server.weights; `trained` also sets policy.quant_cfg.
 WEIGHTS = {
     "bf16": MODES["bf16"],
     "fp8": MODES["fp8 remerge"],

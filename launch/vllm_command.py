@@ -203,8 +203,7 @@ def visible_cards() -> list[tuple[str, tuple[int, int]]]:
 
 
 def unmeasured(uses_gpus: bool) -> str | None:
-    """How the installed versions differ from all that were measured on this machine's GPUs, or on a CPU; None if a
-    set of them was."""
+    """`never_measured` for the installed versions and this machine's GPUs, or a CPU."""
     kinds = [capability for _, capability in visible_cards()] if uses_gpus else [None]
     return next((text for kind in kinds if (text := never_measured_here(kind))), None)
 
@@ -521,7 +520,7 @@ def _unservable(config: Config, vllm: Installed) -> list[str]:
 
 
 def _packed_faults(config: Config, fmt: QuantFormat, vllm: Installed) -> list[str]:
-    """Why this vLLM cannot hold the base, as far as it is written, in `fmt`."""
+    """Errors about a base that this vLLM cannot hold in `fmt`; a base that is not written yet is not checked."""
     weights, directory, found = config.server.weights, base_directory(config), []
     others = "fp8_per_channel or bf16"
     if not vllm.has_int4:
@@ -544,7 +543,7 @@ def _packed_faults(config: Config, fmt: QuantFormat, vllm: Installed) -> list[st
 
 
 def _undraftable(config: Config, vllm: Installed) -> list[str]:
-    """Why drafted tokens would not be sampled from the policy with this model or this vLLM."""
+    """Errors about `server.speculation` with this model or this vLLM; empty if drafts are exact."""
     found, key = [], f"server.speculation is {config.server.speculation}"
     layers = speculation_rules.recurrent_layers(_language_facts(config).get("layer_types") or ())
     if layers:

@@ -1,5 +1,4 @@
-"""Where the layers of a checkpoint go that is loaded for scoring: one device if it fits, else all GPUs of the machine,
-and for plain weights the host's memory behind them.
+"""Device map for scoring a checkpoint: one device if it fits, otherwise all GPUs, and host memory for plain weights.
 
 A layer computes where it lies, or on a GPU with a copy of its weights if it lies in the host's memory; accelerate's
 hooks move the activations. The numbers are those of one device: nothing but the place of a layer changes.

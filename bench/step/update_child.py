@@ -187,7 +187,7 @@ class Case:
         )[0]
 
     def average_gradients(self) -> None:
-        """What several processes do between backward and optimizer; here is one."""
+        """No-op: with one process there is nothing to reduce between backward and optimizer."""
 
     def optimizer(self) -> Any:
         """The optimizer that transformers builds for train.optimizer."""

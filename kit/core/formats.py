@@ -243,7 +243,7 @@ def check_model(fmt: QuantFormat, model_config: Any) -> None:
 
 
 def model_fault(fmt: QuantFormat, model_config: Any) -> str:
-    """Why vLLM's kernels for `fmt` cannot hold a model with this configuration; empty if they can."""
+    """Error text if vLLM's kernels for `fmt` do not support a model with this configuration; empty if they do."""
     facts = _facts(model_config)
     if experts := find_experts(facts):
         return f"does not hold experts ({experts}): the kit folds an adapter into linear layers of {fmt.name} only"

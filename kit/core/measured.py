@@ -61,7 +61,7 @@ def kind_of(capability: tuple[int, int] | None, versions: Mapping[str, str]) -> 
 
 
 def never_measured(kind: str, versions: Mapping[str, str]) -> str | None:
-    """How these versions differ from all that were measured on this kind of device; None if a whole set was.
+    """Name the packages that differ from every measured set of a kind of device; None if one set matches.
 
     Packages that no set of the kind lists do not count.
     """

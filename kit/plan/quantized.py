@@ -51,7 +51,7 @@ def multiplies_fp8(config: Config, card: Card) -> bool:
 
 
 def faults(shape: Shape, config: Config) -> list[str]:
-    """Why this shape cannot compute in `policy.quant_cfg`, or a server could not, or not hold its weights packed."""
+    """Errors about a shape that `policy.quant_cfg` or packed server weights do not support."""
     if shape.experts is not None:  # refused by expert_rules
         return []
     found, shapes = format_rules.faults(config), {one.name: (one.outs, one.ins) for one in shape.linears}

@@ -23,7 +23,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 LEAVING = 8  # ended rows leave once they are one in so many
-# What `generate` hands over for a model that reads text alone.
+# Arguments that `generate` passes for a text-only model.
 KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
 

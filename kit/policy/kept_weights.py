@@ -178,7 +178,7 @@ class _Adapter:
         self._kept: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def update(self, x: torch.Tensor) -> torch.Tensor:
-        """What the adapter adds for x, as peft computes it."""
+        """Return the adapter's contribution for x, as peft computes it."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.down.dtype
         if dtype not in self._kept:

@@ -1,4 +1,4 @@
-"""What came of the drafts of `server.speculation`: figures of metrics.jsonl, from the replicas' counts."""
+"""Metrics of `server.speculation`, computed from the replicas' counters."""
 
 from kit.rollout.protocol import Drafted
 

@@ -59,7 +59,7 @@ class Served(TypedDict):
 
 
 class Speculation(TypedDict):
-    """How a server drafts tokens (`server.speculation` and its keys)."""
+    """Settings of a server's speculative decoding (`server.speculation` and its keys)."""
 
     method: str
     draft_tokens: int

@@ -49,7 +49,7 @@ def machine() -> dict[str, Any]:
 
 
 def unmeasured() -> str | None:
-    """How the installed versions differ from all that were measured on this process's kind of device, if they do."""
+    """`never_measured` for the installed versions and this process's kind of device."""
     import torch
 
     return never_measured_here(torch.cuda.get_device_capability() if torch.cuda.is_available() else None)

@@ -137,8 +137,8 @@ class PolicyStep:
         return loss + (total - loss.detach())
 
     def _idle_parts(self, inputs: dict, plan: list[list[int]]) -> list[dict]:
-        """What this process adds to its micro-batches `plan` to have as many as the process with the most; empty where
-        a pass waits for nobody. The shortest row costs least."""
+        """Idle micro-batches that bring this process to the largest count of any process; empty if passes need no
+        other process. Each is the shortest row, which costs least."""
         if self.config.train.micro_batch_tokens is None or not self.policy.waits_in_every_pass:
             return []
         mine = torch.tensor([len(plan)], device=self.accelerator.device)

@@ -108,7 +108,7 @@ def test_a_run_trained_for_w4a16_samples_from_the_numbers_it_trains_in(
     ]
     info = setup.replica.info()
     assert (info["weights"], info["product"], info["quant_cfg"]) == ("w4a16", "W4A16", "w4a16")
-    # What the canary would say of a server that holds the policy without the format.
+    # Canary result for a server that holds the policy unquantized.
     (place,) = setup.run.path.glob("sync/*/canary.json")
     facts = read_canary(place)
     plain = compare(

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from kit.core.config.recipe import DISTILLATION, PLAIN, SUPERVISED
+from kit.core.config.recipe import DISTILLATION, PLAIN, QUANTIZED, SUPERVISED
 from kit.core.run_directory import RunDir, read_manifest
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.policy.load import load_adapter_weights
@@ -160,18 +160,18 @@ class Split:
         return RunDir(self.folder / name)
 
     def notes(self, rank: int) -> dict[str, dict]:
-        """What a process noted at the end of each run, by the run's name."""
+        """Notes of a process at the end of each run, by the run's name."""
         lines = (self.folder / f"rank-{rank}.jsonl").read_text().splitlines()
         return {note["run"]: note for note in map(json.loads, lines)}
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_model_dir) -> Split:
-    """On a whole base: two steps (`ddp`), the same resumed after one, a quantized distillation, a run from `ddp`'s
-    adapter with that as its reference, a supervised one, one in packs whose tokens are split, one in micro-batches,
-    one of these with FP8 products and one with a server. Then all of them on a base split in either way, the
-    distillation and the supervised run in micro-batches, and one step on an unquantized base. Last ZeRO-2 in
-    micro-batches, alone and in the distillation."""
+    """Start all runs in one launch, first on a whole base: two steps (`ddp`), the same resumed after one, a quantized
+    distillation, a run with `ddp`'s adapter as start and reference, a supervised one, packs with sequence parallelism,
+    micro-batches, these with FP8 products, quantization-aware GRPO, and one with a server. Then all of them on a base
+    split in either way, the distillation and the supervised run in micro-batches, and one step on an unquantized base.
+    Last ZeRO-2: micro-batches, quantization-aware GRPO, and the distillation in micro-batches."""
     folder, plan = tmp_path_factory.mktemp("split"), []
     keys = {**KEYS, "train.save_steps": 1}
     replicas = {kind: fake_replica(untied) for kind in SHARDED} | {"overlapped": fake_replica(tiny_model_dir)}
@@ -195,7 +195,9 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
     add("sequences", untied, SEQUENCES, ON_A_CPU)
     add("packed", untied, PACKED, ON_A_CPU)
     fp8 = {**PACKED, "policy.compute": "fp8", "train.share_prompts": "true"}
+    quantized = {**keys, "policy.quant_cfg": "w4a16"}
     add("fp8", untied, fp8, ON_A_CPU)
+    add("quantized", untied, quantized, ON_A_CPU, QUANTIZED)
     overlap = {"rollout.overlap": "true", "train.max_steps": 3}
     add("overlapped", tiny_model_dir, server_keys(replicas["overlapped"]) | overlap, ON_A_CPU)
     for kind in SHARDED:
@@ -211,12 +213,14 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
         add(f"{kind}-sequences", untied, SEQUENCES, environment)
         add(f"{kind}-packed", untied, PACKED, environment)
         add(f"{kind}-fp8", untied, fp8, environment)
+        add(f"{kind}-quantized", untied, quantized, environment, QUANTIZED)
         add(f"{kind}-distilled", learning_model_dir, DISTILLED | IN_PACKS, environment, DISTILLATION)
         add(f"{kind}-started", untied, keys | started, environment)
         add(f"{kind}-fine-tuned", untied, taught | IN_PACKS, environment, SUPERVISED)
     environment = {"ACCELERATE_USE_FSDP": "false"} | announces(ROOT / "accelerate_configs/zero2.yaml")
     environment["ACCELERATE_MIXED_PRECISION"] = "no"
     add("zero2-packed", untied, PACKED, environment)
+    add("zero2-quantized", untied, quantized, environment, QUANTIZED)
     add("zero2-distilled", learning_model_dir, DISTILLED | IN_PACKS, environment, DISTILLATION)
     (folder / "plan.json").write_text(json.dumps(plan))
     try:
@@ -238,6 +242,23 @@ def adapter(run: RunDir, version: str) -> dict[str, torch.Tensor]:
 
 def figures(run: RunDir, *keys: str) -> dict[str, list]:
     return {key: [row[key] for row in rows(run, "metrics.jsonl")] for key in keys}
+
+
+def assert_equal_figures(run: RunDir, whole: RunDir, keys: tuple[str, ...], rel: float = 1e-4, least: float = 1e-7):
+    """Compare `keys` of metrics.jsonl, to a relative `rel` or an absolute `least`, and the ledgers."""
+    for key, expected in figures(whole, *keys).items():
+        assert figures(run, key)[key] == pytest.approx(expected, rel=rel, abs=least), key
+    assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
+
+
+def assert_equal_adapters(run: RunDir, whole: RunDir):
+    """Compare the adapters of step 2, to a thousandth of the largest weight that was learned."""
+    found, expected = (adapter(one, "v000002") for one in (run, whole))
+    assert found.keys() == expected.keys()
+    largest = max(tensor.abs().max() for name, tensor in expected.items() if "lora_B" in name)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        assert (found[name] - tensor).abs().max() < 1e-3 * largest, name
 
 
 def test_two_processes_write_one_run(split):
@@ -311,16 +332,8 @@ def test_two_processes_share_every_sync_and_get_the_completions_of_their_own_pro
 @pytest.mark.parametrize("kind", SHARDED)
 def test_a_split_base_learns_what_ddp_learns(split, kind):
     whole, run = split.run("ddp"), split.run(kind)
-    for key in ("reward", "kl", "grad_norm", "loss"):
-        found, expected = ([row[key] for row in rows(one, "metrics.jsonl")] for one in (run, whole))
-        assert found == pytest.approx(expected, rel=1e-3, abs=1e-6), key
-    assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
-    found, expected = adapter(run, "v000002"), adapter(whole, "v000002")
-    assert found.keys() == expected.keys()
-    largest = max(tensor.abs().max() for name, tensor in expected.items() if "lora_B" in name)
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
-        assert (found[name] - tensor).abs().max() < 1e-3 * largest, name
+    assert_equal_figures(run, whole, ("reward", "kl", "grad_norm", "loss"), rel=1e-3, least=1e-6)
+    assert_equal_adapters(run, whole)
 
 
 def test_each_process_holds_half_of_the_base_that_one_process_has(split, untied):
@@ -333,7 +346,17 @@ def test_each_process_holds_half_of_the_base_that_one_process_has(split, untied)
         notes = split.notes(rank)
         assert notes["packed"]["bytes"] == total
         for kind in SHARDED:
-            for run in ("", "-resumed", "-served", "-sequences", "-packed", "-fp8", "-started", "-fine-tuned"):
+            for run in (
+                "",
+                "-resumed",
+                "-served",
+                "-sequences",
+                "-packed",
+                "-fp8",
+                "-quantized",
+                "-started",
+                "-fine-tuned",
+            ):
                 note = notes[kind + run]
                 assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total, kind + run
 
@@ -354,23 +377,17 @@ def test_an_unquantized_base_is_split_too(split, untied):
 
 @pytest.mark.parametrize("name", ["packed", "fsdp2-packed", "zero3-packed", "zero2-packed"])
 def test_processes_with_different_numbers_of_micro_batches_learn_what_padded_batches_teach(split, name):
-    """Where every pass waits for both processes, the one with fewer makes idle ones."""
-    whole, run = split.run("ddp"), split.run(name)
-    for key in ("reward", "kl", "entropy", "clip_fraction", "grad_norm", "loss"):
-        found, expected = ([row[key] for row in rows(one, "metrics.jsonl")] for one in (run, whole))
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-7), key
-    assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
+    """Under FSDP2 and DeepSpeed the process with fewer adds idle ones."""
+    keys = ("reward", "kl", "entropy", "clip_fraction", "grad_norm", "loss")
+    assert_equal_figures(split.run(name), split.run("ddp"), keys)
     first, second = (split.notes(rank)[name]["micro_batches"][-2:] for rank in (0, 1))
     assert second == [8, 8] and len(first) == 2 and 1 < min(first) <= max(first) < 8
 
 
 @pytest.mark.parametrize("name", ["sequences", "fsdp2-sequences", "zero3-sequences"])
 def test_processes_that_split_the_tokens_of_packs_learn_what_whole_rows_teach(split, name):
-    whole, run = split.run("ddp"), split.run(name)
-    for key in ("reward", "kl", "entropy", "clip_fraction", "grad_norm", "loss", "completion_tokens"):
-        found, expected = ([row[key] for row in rows(one, "metrics.jsonl")] for one in (run, whole))
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-7), key
-    assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
+    keys = ("reward", "kl", "entropy", "clip_fraction", "grad_norm", "loss", "completion_tokens")
+    assert_equal_figures(split.run(name), split.run("ddp"), keys)
     first, second = (split.notes(rank)[name]["micro_batches"][-2:] for rank in (0, 1))
     assert first == second and min(first) > 1
 
@@ -380,30 +397,31 @@ def test_processes_that_split_the_tokens_of_packs_learn_what_whole_rows_teach(sp
     ("name", "keys"),
     [
         ("fp8", ("reward", "kl", "entropy", "grad_norm", "loss")),
+        ("quantized", ("reward", "kl", "entropy", "grad_norm", "loss")),
         ("started", ("reward", "kl", "grad_norm", "loss")),
         ("fine-tuned", ("loss", "grad_norm")),
         ("distilled", ("divergence", "entropy", "grad_norm")),
     ],
 )
 def test_every_lever_on_a_split_base_computes_what_it_computes_on_a_whole_one(split, kind, name, keys):
-    """FP8 products in packs with shared prompts, a reference that the run started from, fine-tuning, and a quantized
-    distillation."""
-    same(split, f"{kind}-{name}", name, keys)
+    """FP8 products in packs with shared prompts, quantization-aware GRPO, a reference that the run started from,
+    fine-tuning, and a quantized distillation."""
+    whole, run = split.run(name), split.run(f"{kind}-{name}")
+    assert_equal_figures(run, whole, keys)
+    assert_equal_adapters(run, whole)
 
 
-def test_a_quantized_distillation_under_zero2_is_that_of_ddp(split):
-    same(split, "zero2-distilled", "distilled", ("divergence", "entropy", "grad_norm"))
-
-
-def same(split: Split, name: str, expected: str, keys: tuple[str, ...]) -> None:
-    run, whole = split.run(name), split.run(expected)
-    for key, figure in figures(whole, *keys).items():
-        assert figures(run, key)[key] == pytest.approx(figure, rel=1e-4, abs=1e-7), key
-    assert (run.path / "ledger.jsonl").read_text() == (whole.path / "ledger.jsonl").read_text()
-    found, learned = (adapter(one, "v000002") for one in (run, whole))
-    largest = max(tensor.abs().max() for name, tensor in learned.items() if "lora_B" in name)
-    for name, tensor in learned.items():
-        assert (found[name] - tensor).abs().max() < 1e-3 * largest, name
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("quantized", ("reward", "kl", "entropy", "grad_norm", "loss")),
+        ("distilled", ("divergence", "entropy", "grad_norm")),
+    ],
+)
+def test_quantized_training_under_zero2_is_that_of_ddp(split, name, keys):
+    whole, run = split.run(name), split.run(f"zero2-{name}")
+    assert_equal_figures(run, whole, keys)
+    assert_equal_adapters(run, whole)
 
 
 def test_a_bit_that_changes_in_one_process_is_found_by_all(split):

@@ -93,8 +93,7 @@ def folder(tmp_path_factory):
 
 
 def faults_of(record: Record, kind: str) -> list[str]:
-    """What went wrong in the cases of a kind, each fault with its shortest case; that there was none, if none was
-    tried."""
+    """Faults found in the cases of a kind, each with its shortest case; one fault if no case was tried."""
     if not any(name == kind for name, _ in record.tried):
         return [f"no case of {kind} was tried"]
     return [f"{fault}\n    {case}" for (name, fault), case in record.faults.items() if name == kind]

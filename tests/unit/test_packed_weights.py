@@ -1,4 +1,4 @@
-"""`server.weights: w4a16`: the numbers, what vLLM is told, what the plan counts, and what is refused.
+"""`server.weights: w4a16`: numerics, vLLM's configuration, refused settings, and the memory plan.
 
 That vLLM's layers hold these numbers: test_marlin.py, tests/smoke/test_remerge_tensor_parallel.py.
 """
@@ -85,7 +85,7 @@ def test_a_format_with_kernels_of_its_own_can_be_served_either_way():
         plans(config(policy={"quant_cfg": "nvfp4a16"}, **W4), CUDA, ["0"])
 
 
-# What vLLM is told.
+# vLLM's configuration.
 
 
 def test_the_server_is_started_on_the_base_in_16_bits_as_a_checkpoint_of_the_format(tmp_path):
@@ -151,7 +151,7 @@ def test_a_started_server_says_that_it_holds_w4a16_and_needs_the_extension(tmp_p
         quantized_fold.format_of(started)
 
 
-# What is refused.
+# Refused settings.
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_the_processor_decides_whether_4_bit_weights_are_multiplied(monkeypatch,
     assert multiplies_int4(f"flags : {flags}")
 
 
-# What cards and the plan say.
+# Cards and the memory plan.
 
 
 def test_every_card_from_turing_on_serves_w4a16_and_none_is_told_that_it_multiplies_fp8():

@@ -1,4 +1,4 @@
-"""What `train.sequence_parallel` is refused with, before a model loads."""
+"""Settings that conflict with `train.sequence_parallel`, refused before a model loads."""
 
 import pytest
 from transformers import Qwen3Config

@@ -98,7 +98,8 @@ def test_a_model_with_recurrent_layers_is_refused(tmp_path, facts, is_wrapped):
 
 def test_windowed_attention_may_draft(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"layer_types": ["sliding_attention", "full_attention"]}))
-    plans(config(f"--server.base={tmp_path}"), CUDA, ["0", "1"])
+    for plan in plans(config(f"--server.base={tmp_path}"), CUDA, ["0", "1"]):
+        assert plan.options["speculative_config"]["method"] == "ngram"
 
 
 def test_logits_of_drafts_are_left_beside_the_servers_share(tmp_path):
@@ -128,7 +129,7 @@ def test_the_plan_counts_the_logits_of_drafts_and_says_that_there_are_any():
     assert DRAFTS not in plain.server and "speculatively" not in (counted(plain) or "")
 
 
-# What a server says -----------------------------------------------------------------------------------------------
+# A server's info ---------------------------------------------------------------------------------------------------
 
 
 def vllm_config(**changes) -> SimpleNamespace:

@@ -391,7 +391,7 @@ def test_a_group_computes_the_rows_of_all_its_processes_and_each_keeps_its_own_s
     monkeypatch.setattr("kit.train.rows.all_gathered", lambda tensor, group: others(tensor))
 
     def others(tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What process 0 has in the place of this process's tensor."""
+        """Return the tensor that process 0 holds in place of this process's one."""
         if tensor.shape == (1,):
             return [torch.tensor([{1: 2, 2: 3}[tensor.item()]]), tensor]
         return [next((one for one in other.values() if one.shape == tensor.shape), tensor), tensor]

@@ -61,8 +61,8 @@ def server_faults(config: Config, name: str, capability: tuple[int, int]) -> lis
 
 
 def served_product(config: Config, capability: tuple[int, int] | None) -> tuple[str, bool]:
-    """What a server makes of `server.weights` on a GPU (W8A8, W8A16, W4A16, W16A16; unknown GPUs multiply FP8), and
-    whether `server.force_w8a16` changes that."""
+    """Return the product of `server.weights` on a GPU (W8A8, W8A16, W4A16 or W16A16; FP8 is W8A8 on unknown GPUs), and
+    whether `server.force_w8a16` changes it."""
     weights = config.server.weights
     own = W16A16 if weights == "bf16" else W4A16 if packed_format(weights) else W8A8
     if capability is not None:

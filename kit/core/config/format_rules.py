@@ -1,5 +1,5 @@
-"""How rollout servers serve a policy's format (`policy.quant_cfg`): the same numbers, through `server.weights`; and
-what packed weights (`server.weights: w4a16`) need, with a format or without."""
+"""Rules for `server.weights`: it must serve the numbers of `policy.quant_cfg`, and packed weights (`w4a16`) have
+requirements of their own."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def faults(config: Config) -> list[str]:
 
 
 def _packed(config: Config) -> list[str]:
-    """Why the replicas could not hold the base in a packed format."""
+    """Errors about a base that replicas cannot hold in a packed format; empty if they can."""
     server, path, found = config.server, config.model.path, []
     if (fmt := packed_of(config)) is None:
         return []

@@ -4,7 +4,7 @@ from kit.core.config.schema import Config
 
 
 def faults(config: Config, processes: int) -> list[str]:
-    """Why the tokens of a pack cannot be split over so many of the trainer's `processes`."""
+    """Errors about `train.sequence_parallel` in a trainer of `processes`; empty if valid."""
     train = config.train
     if (size := train.sequence_parallel) <= 1:
         return []

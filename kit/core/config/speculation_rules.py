@@ -10,7 +10,7 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def faults(config: Config) -> list[str]:
-    """Why drafts cannot be verified; empty if `server.speculation` is none."""
+    """Errors about `server.speculation`; empty if it is valid or none."""
     server, rollout = config.server, config.rollout
     found: list[str] = []
     if server.speculation == "none":
@@ -46,7 +46,7 @@ def recurrent_layers(layer_types: Iterable[str]) -> list[str]:
 
 
 def wanted(server: ServerConfig) -> dict[str, Any] | None:
-    """What servers are to draft, as their info describes it; None: nothing."""
+    """Speculation that the configuration asks for, as `Info` describes it; None without `server.speculation`."""
     if server.speculation == "none":
         return None
     keys = {key: getattr(server, key) for key in ("draft_tokens", "ngram_min", "ngram_max")}
@@ -54,7 +54,7 @@ def wanted(server: ServerConfig) -> dict[str, Any] | None:
 
 
 def called(drafts: Mapping[str, Any] | None) -> str:
-    """What a server drafts, in words."""
+    """Describe a server's speculation in words."""
     if drafts is None:
         return "no drafts"
     looked_up = f"{drafts['ngram_min']} to {drafts['ngram_max']} tokens looked up"

@@ -1,9 +1,9 @@
-"""`train.sequence_parallel`: the tokens of a packed row split over processes, as in DeepSpeed-Ulysses (2309.14509).
+"""`train.sequence_parallel`: sequence parallelism for packed rows, as in DeepSpeed-Ulysses (2309.14509).
 
-N neighbouring processes share their rows. Of a packed row with T tokens each computes T / N through embedding, norms,
-matmuls, adapter and head, whatever the base's precision. Only attention needs the whole row: before it every process
-trades its part of the tokens with all heads for all tokens with 1 / N of the heads, after it back. Log-probs are
-gathered at the end, so each process computes the loss of all rows; its gradient flows through its own tokens.
+Groups of N consecutive ranks share their rows. Each rank runs T / N of a row's T tokens through embedding, norms,
+matmuls, adapter and head, in any precision of the base. Attention needs the whole row: an all-to-all before it
+exchanges a token shard with all heads for all tokens with H / N heads, and a second one reverses that. Log-probs are
+gathered at the end, so every rank computes the loss of all rows; gradients flow through its own tokens only.
 
     queries   (H, T/N, D) in each ──all-to-all──► (H/N, T, D)
     attention (T, H/N, D)         ──all-to-all──► (T/N, H, D)
@@ -58,7 +58,7 @@ def attention_group(tokens: int, mask_tokens: int) -> SequenceGroup | None:
 
 
 def head_fault(size: int, heads: int, key_heads: int) -> str | None:
-    """Why a model with these numbers of heads cannot be split over `size` processes, or None."""
+    """Error text if heads in these numbers cannot be split over `size` processes; None if they can."""
     if heads % size:
         return f"{heads} attention heads do not divide over {size} processes"
     if key_heads % size and size % key_heads:

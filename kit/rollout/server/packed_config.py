@@ -1,4 +1,4 @@
-"""How a rollout server is told to hold a base in a packed format (`server.weights: w4a16`). Imports no torch.
+"""Configure vLLM to hold a base in a packed format (`server.weights: w4a16`). Imports no torch.
 
 The base stays in 16 bits on disk. vLLM is given the `quantization_config` of a compressed-tensors checkpoint, so it
 builds the format's layers, and a load format of the kit's (`packed_loader.py`), which quantizes each weight as it is

@@ -207,7 +207,7 @@ def find_layers(model: "torch.nn.Module") -> list[Linear]:
 
 
 def linear_product(layers: "list[LinearLayer]") -> str:
-    """What the quantized layers multiply: W4A16, W8A16 (FP8 by Marlin's kernels) or W8A8; W16A16 without any."""
+    """Product of the quantized layers: W4A16, W8A16 (FP8 by Marlin's kernels) or W8A8; W16A16 if none is quantized."""
     if any(packed_layers.group_of(layer) for layer in layers):
         return W4A16
     kernels = [getattr(layer.quant_method, "fp8_linear", None) for layer in layers]

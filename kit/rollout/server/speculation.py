@@ -18,7 +18,7 @@ GENERATED = "vllm:generation_tokens"
 
 
 def described(config: VllmConfig) -> Speculation | None:
-    """What a server drafts; None if it drafts nothing."""
+    """Settings of the server's speculative decoding; None without it."""
     if (one := _of(config)) is None:
         return None
     return Speculation(
@@ -30,7 +30,7 @@ def described(config: VllmConfig) -> Speculation | None:
 
 
 def fault(config: VllmConfig) -> str | None:
-    """Why a server that drafts would sample, or return log-probs, of another distribution than the policy's."""
+    """Error text if drafts would change the sampled distribution or its log-probs; None if they would not."""
     if (one := _of(config)) is None:
         return None
     if one.method != "ngram":
