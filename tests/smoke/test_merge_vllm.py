@@ -97,7 +97,9 @@ def answer(served: Path, name: str) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
 def test_vllm_on_a_cpu_loads_what_the_merge_writes_and_agrees_with_transformers(served, name):
-    rows = answer(served, name)["rows"]
+    found = answer(served, name)
+    rows = found.get("rows")
+    assert rows, found
     assert [len(row["ids"]) for row in rows] == [57 + 16, 80 + 16]
     batch = [torch.tensor(row["ids"])[None] for row in rows]
 

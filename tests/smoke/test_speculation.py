@@ -176,9 +176,9 @@ def test_the_server_says_what_it_drafts(served):
 
 def test_drafted_tokens_have_the_distribution_of_the_policy(served):
     """A chi-squared test of the tokens after every beginning, at a temperature that is not 1."""
-    temperature, before = 1.3, served.accepted()
+    temperature, before = 1.4, served.accepted()
     seen: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
-    for one in served.samples(3200, 6, temperature):
+    for one in served.samples(8000, 6, temperature):
         ids = tuple(one.token_ids.tolist())
         for place, token in enumerate(ids):
             seen[ids[:place]][token] += 1
@@ -192,7 +192,7 @@ def test_drafted_tokens_have_the_distribution_of_the_policy(served):
             freedom[len(begun)] += found[1]
     chances = chi2.sf(statistic, freedom)
     print(f"by place: chi2 {statistic.round(1)}, degrees of freedom {freedom}, p {chances.round(3)}; {accepted=}")
-    assert accepted > 1000 and freedom.min() > 3
+    assert accepted > 1000 and freedom.min() > 10
     assert chances.min() > 1e-4  # a right sampler fails once in 1,700 runs
 
 
@@ -215,14 +215,14 @@ def test_greedy_decoding_gives_the_tokens_of_a_server_without_drafts(served):
         return served.replica.generate("one", ids, n=1, max_tokens=tokens, **chosen, **named)[1][0].token_ids.tolist()
 
     rng, before, compared = np.random.default_rng(1), served.accepted(), 0
-    for _ in range(4):
+    for _ in range(8):
         start = [*rng.integers(3, 300, 6).tolist(), *served.prompt]
         drafted, alone = greedy(start, 24), []
         while len(alone) < len(drafted):
             alone += greedy(start + alone, 1)
         assert drafted == alone
         compared += len(alone)
-    assert served.accepted() > before and compared > 12
+    assert served.accepted() > before and compared > 24
 
 
 def test_a_completion_ends_at_a_stop_text_inside_a_draft(served, base):
