@@ -122,12 +122,12 @@ def test_slow_tools_hold_up_their_own_episodes_only():
 
 
 def test_a_call_is_in_time_however_long_the_turns_of_others_take_to_read(monkeypatch):
-    """A turn that takes 20 ms to parse, in 40 episodes: .8 s in which a call of no time must not run out of .3 s."""
-    made = runner(factory=f"{HERE}:PaidCounter", tool_timeout_s=0.3)
+    """A turn takes 50 ms to parse, in 40 episodes: 2 s in which an instant call must not run out of 1 s."""
+    made = runner(factory=f"{HERE}:PaidCounter", tool_timeout_s=1.0)
     read = made.tokens.reply
 
     def slowly(*arguments):
-        ended = time.monotonic() + 0.02
+        ended = time.monotonic() + 0.05
         while time.monotonic() < ended:  # computes, as a parser does
             pass
         return read(*arguments)
@@ -135,7 +135,7 @@ def test_a_call_is_in_time_however_long_the_turns_of_others_take_to_read(monkeyp
     monkeypatch.setattr(made.tokens, "reply", slowly)
     results = play(made, [[ADD, "1" + END]] * 40)
     assert [one.failures for one in results] == [{}] * 40
-    assert all(one.environment_s < 0.3 for one in results)
+    assert max(one.environment_s for one in results) < 1.0
 
 
 def test_an_episode_out_of_time_is_unknown_and_the_others_go_on():
