@@ -37,7 +37,7 @@ EVERY = 20  # one sample of so many hangs: 5 %
 def pool(tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(HANGING)
-    pool = WorkerPool(2, 0.3, command=[sys.executable, "-P", str(worker)])
+    pool = WorkerPool(2, 1.0, command=[sys.executable, "-P", str(worker)])
     yield pool
     pool.close()
 
