@@ -4,8 +4,11 @@
     python bench/bench_step.py --loads B C --variants default default+both --out BC.json
     python bench/bench_step.py --load A --variants default+overlap --stock A.json --out A2.json  # no stock again
     python bench/bench_step.py --load A --stock_sides stock+one --variants default+one --out one.json  # one card
+    python bench/bench_step.py --loads A B --rounds 3 --stock_sides stock+both+none@A stock+both+none+micro=4@B \
+        --variants default+both --out best.json  # stock's fastest setting on the same two cards
     python bench/bench_step.py --variants both both+policy.quant_cfg=nvfp4a16+server.weights=bf16 --out qat.json
     python bench/bench_step.py --part scaling --cards 4 --out scaling.json
+    python bench/bench_step.py --part prepare --out x.json  # only write model and base, for calls side by side
     python bench/bench_step.py --rehearse --out x.json  # the same path on a CPU, without NCCL
 
 An 8B shape with random weights, 250-token prompts, groups of 8, beta .01, LoRA of rank 16 on all linear layers; the
@@ -15,22 +18,27 @@ GPU 0. Work A: 128 completions of 1,024 tokens. B: 128 of log-normal lengths, me
 128 of 4,096. D: 32 of 4,096. A plugin in all vLLM servers fixes the lengths (bench_lengths.py).
 
 Stock: TRL 1.16, BF16, `vllm serve` as `trl vllm-serve` starts it, micro-batch 8, gradient checkpointing, as in TRL's
-defaults. `--stock_sides stock stock+none stock+both stock+one` adds rows without checkpointing, and rows of TRL's
-colocated mode, with a process and its vLLM on each card or on GPU 0, not for work B. Ratios are to `stock`, or to the
-first of stock's rows if it did not run. Ours: the recipe's main() under accelerate with a reward that random text can
-earn, NF4, FP8 server with remerge. A variant is levers of workload.py joined by +, or written key=value. `plain` turns
-every lever off, `default` is the configuration's own default, and plain@BC runs for works B and C only. A variant's
-server.* keys and policy.quant_cfg, which runs grpo_qat.py, also apply to its servers: a variant with other values
-waits for servers of its own. --ours gives keys of all our rows and servers, such as server.kv_cache=fp8. With --rounds
-the sides alternate, and a second table has the medians of the rounds. --warm steps, whose completions end at
---warm_tokens, come first and do not count; nor does one more step of `overlap`, whose batch was generated behind a
-slow first step. Figures are medians of the others. `step` is wall-clock from the end of a step to the end of the next,
-`gen` the trainer's wait for completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer,
-for our rows everything else; tok/s of rollout and update are over gen and upd, with a shared prompt counted for each
-of its completions. `mfu` is the useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's
-peak of a process, including vLLM in TRL's colocated mode; `card 0` is the driver's figure for that card (with `both`
-or `one` in any variant, including a replica); `server` is what a server took of its card when ready. Stock's rows come
-first; its server then ends in the last round, and in every round if a variant needs its memory.
+defaults. `--stock_sides` adds rows in other settings, words joined by +: `none` without checkpointing, `micro=4` with
+that micro-batch, `both` and `one` in TRL's colocated mode, with a process and its vLLM on each card or on GPU 0,
+`share=.3` with that vllm_gpu_memory_utilization (else the least that holds weights and KV cache of the process's
+completions, servers.py); stock+both+none@AD is for works A and D. Ratios are to `stock`, or to the first of stock's
+rows if it did not run. Ours: the recipe's main() under accelerate with a reward that random text can earn, NF4, FP8
+server with remerge. A variant is levers of workload.py joined by +, or written key=value. `plain` turns every lever
+off, `default` is the configuration's own default, and plain@BC runs for works B and C only. `auto` is train.recompute
+auto, for cards of 80 GB, where `none` does not fit (84 GiB); with `both` KV cache for half of the completions leaves
+more of such a card, server.kv_cache_gib=14 for work A. A variant's server.* keys and policy.quant_cfg, which runs
+grpo_qat.py, also apply to its servers: a variant with other values waits for servers of its own. --ours gives keys of
+all our rows and servers, such as server.kv_cache=fp8. With --rounds the sides alternate, and a second table has the
+medians of the rounds. --warm steps, whose completions end at --warm_tokens, come first and do not count; nor does one
+more step of `overlap`, whose batch was generated behind a slow first step. Figures are medians of the others. `step`
+is wall-clock from the end of a step to the end of the next, `gen` the trainer's wait for completions, `refs` the
+forwards without gradients, `upd` forward, backward and optimizer, for our rows everything else; tok/s of rollout and
+update are over gen and upd, with a shared prompt counted for each of its completions. `mfu` is the useful operations
+(workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, including vLLM in TRL's
+colocated mode; `card 0` is the driver's figure for that card (with `both` or `one` in any variant, including a
+replica); `server` is what a server took of its card when ready. Stock's rows come first; its server then ends in the
+last round, and in every round if another row needs its memory. Our replicas start after stock's colocated rows, and
+from the second round on stay up beside those that left enough of the card free.
 
 It stops at --limit_s, ends what it started, and prints the rows so far. Exit 1 when a row failed or was left out.
 """
@@ -49,7 +57,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(1, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent / "step"))
 
-from memory_child import SHAPES, nvidia_smi
+from memory_child import SHAPES, nvidia_smi, parameters
 from servers import (
     MEETING_PORT,
     READY_S,
@@ -60,6 +68,7 @@ from servers import (
     OurServer,
     StockServer,
     card,
+    colocated_share,
     run_flags,
     server_flags,
     write_lengths,
@@ -73,13 +82,14 @@ from kit.core.run_directory import write_json
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
 VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}, "both": {}, "one": {}}
+VARIANTS["auto"] = {"train.recompute": "auto"}
 SERVED = ("server.", "policy.quant_cfg=")  # keys that a run shares with its servers
 SHARED = {"both": 2, "one": 1}  # cards that train and sample in turn
 SCALING = {
     2: [(1, [1]), (2, [1]), (1, [0, 1]), (2, [0, 1])],
     4: [(1, [1]), (2, [1, 2]), (4, [1, 2, 3]), (4, [0, 1, 2, 3])],
 }
-STOCK_SIDES = ("stock", "stock+none", "stock+both", "stock+one")
+STOCK_SETTINGS = {"none": None, "both": None, "one": None, "micro": int, "share": float}  # and what a value is
 SPARE_GIB = 3  # kept free on a card that the trainer shares: its context, and a replica's needs during a sync
 LEAST_S = {"stock": 100.0, "ours": 60.0}  # a side is not started with less time left
 
@@ -92,6 +102,21 @@ def levers(variant: str) -> dict[str, str]:
         key, is_key, value = name.partition("=")
         keys |= {key: value} if is_key else VARIANTS[name]
     return keys
+
+
+def stock_settings(side: str) -> dict[str, str]:
+    """Settings of a side of stock, `ValueError` if it is none: stock+both+micro=4@A is both and micro 4."""
+    stock, *words = side.partition("@")[0].split("+")
+    found = {name: value for name, _, value in (word.partition("=") for word in words)}
+    if stock != "stock" or not found.keys() <= STOCK_SETTINGS.keys():
+        raise ValueError(f"{side} is not stock with settings of {', '.join(STOCK_SETTINGS)}")
+    for name, value in found.items():
+        kind = STOCK_SETTINGS[name]
+        if (kind is None) == bool(value):
+            raise ValueError(f"{side}: {name} takes {'no value' if kind is None else 'a value, e.g. micro=4'}")
+        if kind:
+            kind(value)
+    return found
 
 
 def served_keys(variant: str) -> list[str]:
@@ -114,6 +139,8 @@ class Bench:
         self.served: list[str] = []  # keys that our server was started with
         self.broken: dict[str, str] = {}  # sides that cannot run, and why; the other one continues
         self.server_gib: dict[str, float | None] = {}
+        self.known_gib: dict[tuple[str, ...], float | None] = {}  # of our servers, by the keys they were started with
+        self.peaks: dict[tuple[str, str], float] = {}  # GiB of the card that stock's colocated rows took
         self.watch = CardWatch()
         self.runs, self.call = 0, int(self.started)  # the work directory also holds the runs of other calls
 
@@ -136,6 +163,8 @@ class Bench:
             self.servers.pop("ours").stop()
             self.server_gib.pop("ours", None)
         self.served = keys
+        if tuple(keys) in self.known_gib:  # so a trainer on its cards need not wait until it is ready
+            self.server_gib["ours"] = self.known_gib[tuple(keys)]
         self.servers["ours"] = OurServer(self.work, self.flags("server", self.largest))
 
     @property
@@ -179,7 +208,14 @@ class Bench:
                 self.child("base", words, 200, CUDA_VISIBLE_DEVICES="" if self.cpu else str(card(0)))
         if asks:
             self.wait_stock()
-        if self.wants_ours and "ours" not in self.broken and self.has_room:
+        colocated = with_stock and any(map(shared_cards, self.options.stock_sides))
+        if (
+            self.options.part != "prepare"
+            and self.wants_ours
+            and "ours" not in self.broken
+            and self.has_room
+            and not colocated
+        ):
             # It gets ready during stock's first step, which does not count, or while our first trainer imports.
             self.serve(served_keys((self.options.variants or [""])[0]))
 
@@ -210,7 +246,7 @@ class Bench:
 
     @property
     def wants_ours(self) -> bool:
-        return bool(self.options.variants) or self.options.part == "scaling"
+        return bool(self.options.variants) or self.options.part != "compare"
 
     def grown(self, number: int) -> float | None:
         """GiB of a card in use now minus those before the servers started."""
@@ -228,8 +264,18 @@ class Bench:
         if {"ours", "stock"} & self.servers.keys() != {"ours"} or "ours" in self.server_gib:
             return
         if self.servers["ours"].is_ready:
-            self.server_gib["ours"] = self.grown(self.cards[-1])
+            self.server_gib["ours"] = self.known_gib[tuple(self.served)] = self.grown(self.cards[-1])
             self.say("our server is ready")
+
+    def make_room(self, side: str, load: str) -> None:
+        """Stop our server if a colocated row of stock needs its memory, or has not shown yet what it needs."""
+        if self.cpu or "ours" not in self.servers:
+            return
+        ours, needed = self.server_gib.get("ours"), self.peaks.get((side, load))
+        if ours is None or needed is None or ours + needed + SPARE_GIB > min(self.watch.totals):
+            self.servers.pop("ours").stop()
+            self.server_gib.pop("ours", None)
+            time.sleep(1)  # until the card's memory has been sampled again
 
     def run(
         self, side: str, load: str, trainers: int = 1, cards: list[int] | None = None, name: str | None = None
@@ -256,6 +302,8 @@ class Bench:
             row |= figures(counted, self.loads[load], self.shape, trainers)
             server = self.server_gib.get(kind) if needs_server else None
             row |= {"server_gib": server, "card_gib": self.watch.peak(0)}
+            if not needs_server and self.watch.peaks and "ours" not in self.servers:
+                self.peaks[side, load] = max(self.watch.peaks)
         except Failed as error:
             row["error"] = str(error)
             self.say(f"{side}: {error}")
@@ -291,13 +339,20 @@ class Bench:
         name, steps = f"stock-{self.call}-{self.runs}", self.steps(side, load)
         self.runs += 1
         words = ["bench/step/stock_step.py", "--model", self.work / "model", "--url", StockServer.url]
-        words += ["--load", load, "--steps", steps, "--recompute", "none" if side == "stock+none" else "full"]
+        settings, work = stock_settings(side), self.loads[load]
+        words += ["--load", load, "--steps", steps, "--recompute", "none" if "none" in settings else "full"]
+        words += ["--micro", settings["micro"]] if "micro" in settings else []
         words += ["--rehearse"] if self.cpu else []
         # TRL spreads a model over every GPU that it sees.
         more = {} if self.cpu else {"CUDA_VISIBLE_DEVICES": str(card(0))}
         if processes := shared_cards(side):
             prefix, more = self.launcher(processes)
             words = [*prefix, *words, "--colocate"]
+            if self.cpu:
+                more["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+            else:
+                least = colocated_share(self.shape, parameters("8b"), work, processes, min(self.watch.totals))
+                words += ["--share", settings.get("share", least)]
         return self.steps_of(name, words, steps, read_rows, **more)
 
     def launcher(self, processes: int) -> tuple[list, dict[str, str]]:
@@ -395,25 +450,25 @@ def compare(bench: Bench) -> int:
                 bench.wait_stock()
             for side, load in stock_rows(options, colocated=False):
                 bench.run(side, load)
-            if (is_last or shares) and "stock" in bench.servers:
+            colocated = stock_rows(options, colocated=True)
+            if (is_last or shares or colocated) and "stock" in bench.servers:
                 bench.servers.pop("stock").stop()
-            if is_last and "ours" in bench.servers:
-                with bench.going_on("ours"):
-                    time.sleep(1)  # until the card's memory has been sampled again
-                    bench.wait_ours()
-            for side, load in stock_rows(options, colocated=True) if is_last else ():
+                time.sleep(1)  # until the card's memory has been sampled again
+            for side, load in colocated:
+                bench.make_room(side, load)
                 bench.run(side, load)
         for variant, load in rows(options):
             bench.run(variant, load)
-    wanted = options.rounds * len(stock_rows(options, False)) + len(stock_rows(options, True)) if with_stock else 0
-    return options.rounds * len(rows(options)) + wanted
+    wanted = len(stock_rows(options, False)) + len(stock_rows(options, True)) if with_stock else 0
+    return options.rounds * (len(rows(options)) + wanted)
 
 
 def stock_rows(options: argparse.Namespace, colocated: bool) -> list[tuple[str, str]]:
     """(side, load) of stock's rows, in order: those with its server, or the colocated ones, which need the server's
-    memory and cannot run works with many lengths."""
+    memory."""
     sides = [side for side in options.stock_sides if bool(shared_cards(side)) == colocated]
-    return [(side, load) for load in options.loads for side in sides if not (colocated and WORKS[load].is_lognormal)]
+    only = {side: side.partition("@")[2] for side in sides}
+    return [(side, load) for load in options.loads for side in sides if load in (only[side] or load)]
 
 
 def rows(options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -436,13 +491,21 @@ def scale(bench: Bench) -> int:
     return len(pairs) * len(bench.options.loads)
 
 
+def write_only(bench: Bench) -> int:
+    """Write the model and the dequantized base, for calls of this `--work`, or of others that link to them."""
+    bench.prepare(False)
+    if bench.broken:
+        raise Failed("; ".join(bench.broken.values()))
+    return 0
+
+
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--part", choices=("compare", "scaling"), default="compare")
+    parser.add_argument("--part", choices=("compare", "scaling", "prepare"), default="compare")
     parser.add_argument("--load", "--loads", dest="loads", nargs="+", choices=WORKS, default=["A"])
     parser.add_argument("--variants", nargs="*", default=[], help=f"of {', '.join(VARIANTS)}, joined by +")
     parser.add_argument("--stock", type=Path, help="an earlier --out with stock's rows, instead of running stock")
-    parser.add_argument("--stock_sides", nargs="+", choices=STOCK_SIDES, default=["stock"], help="its rows, a load")
+    parser.add_argument("--stock_sides", nargs="*", default=["stock"], help="its rows, e.g. stock+both+none@A")
     parser.add_argument("--rounds", type=int, default=1, help="times that the sides alternate")
     parser.add_argument("--warm", type=int, default=1, help="steps before those that count")
     parser.add_argument("--warm_tokens", type=int, help="end the completions of these steps here")
@@ -461,6 +524,11 @@ def read_options() -> argparse.Namespace:
     options.out = options.out.resolve()
     if wrong := [one for one in options.ours if "=" not in one]:
         parser.error(f"--ours {wrong[0]} is not KEY=VALUE, e.g. server.kv_cache=fp8")
+    for side in options.stock_sides:
+        try:
+            stock_settings(side)
+        except ValueError as error:
+            parser.error(f"--stock_sides {error}")
     for variant in options.variants:
         names = variant.partition("@")[0].split("+")
         if unknown := [name for name in names if "=" not in name and name not in VARIANTS]:
@@ -483,7 +551,7 @@ def main() -> None:
     time.sleep(1)
     wanted = None
     try:
-        wanted = compare(bench) if options.part == "compare" else scale(bench)
+        wanted = {"compare": compare, "scaling": scale, "prepare": write_only}[options.part](bench)
     except Failed as error:
         bench.say(f"stopped: {error}")
     finally:

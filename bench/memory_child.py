@@ -188,7 +188,7 @@ def replace_parts() -> None:
     kit.policy.load.check_base_unchanged = lambda *args, **keys: None
     kit.train.trainer.PolicyTrainer._save_checkpoint = lambda *args, **keys: None
     kit.core.run_directory.RunDir.newest_adapter = lambda run: None
-    reward.reward_functions = lambda *args, **keys: ([random_reward], None)
+    reward.reward_functions = lambda *args, **keys: ([random_reward], [1.0])
 
 
 def card_used_gib() -> float | None:

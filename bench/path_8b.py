@@ -7,6 +7,7 @@ learned. For rollouts from a server see rollout_8b.py.
     python bench/path_8b.py --part parallel --layers 8  # two GPUs: one, DDP, ZeRO-2, ZeRO-3, FSDP2
     python bench/path_8b.py --part parallel --launchers ddp zero3 fsdp2  # the memory of each card, whole and split
     python bench/path_8b.py --part levers --launchers ddp zero3 fsdp2  # fine-tuning, levers off and on
+    python bench/path_8b.py --part levers --launchers ddp fsdp2 --processes 4  # four GPUs
 
 Prints a table last. Needs torch with CUDA, bitsandbytes, trl.
 """
@@ -111,11 +112,10 @@ def train(name: str, work: Path, extra: list[str], launcher: str = "one_gpu", pr
 
 
 # Padded micro-batches of peft's and bitsandbytes' layers, and all that a split base may have.
+ROWS = 32  # of a step
 LEVERS = {
-    "plain": {"train.per_device_train_batch_size": 4, "train.gradient_accumulation_steps": 4},
+    "plain": {"train.per_device_train_batch_size": 4},
     "levers": {
-        "train.per_device_train_batch_size": 16,
-        "train.gradient_accumulation_steps": 1,
         "train.micro_batch_tokens": 4 * 1280,
         "policy.compute": "fp8",
     },
@@ -150,6 +150,9 @@ def fine_tune(name: str, work: Path, launcher: str, levers: str) -> dict:
         **LEVERS[levers],
     }
     flat = [f"--{key}={value}" for key, value in keys.items()]
+    each = ROWS // LAUNCHERS[launcher]
+    micro = int(keys.setdefault("train.per_device_train_batch_size", each))
+    keys["train.gradient_accumulation_steps"] = each // micro
     processes = LAUNCHERS[launcher]
     launch = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launcher}.yaml"]
     launch += [
@@ -171,13 +174,13 @@ def fine_tune(name: str, work: Path, launcher: str, levers: str) -> dict:
     }
 
 
-def levers_part(work: Path, layers: int, launchers: list[str], shape: dict[str, int]) -> None:
+def levers_part(work: Path, layers: int, launchers: list[str], shape: dict[str, int], out: Path | None) -> None:
     """Print what fine-tuning takes with the levers off and on; exit 1 if a split base computes another loss."""
     command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
     make_model(work / "model", work / "tiny", layers, sizes=shape)
     demonstrations(work / "demonstrations.jsonl")
     rows = [fine_tune(f"{one}-{levers}", work, one, levers) for levers in LEVERS for one in launchers]
-    (work / "levers.json").write_text(json.dumps(rows, indent=2))
+    (out or work / "levers.json").write_text(json.dumps(rows, indent=2))
     print("32 rows of about 1,000 tokens    update s   tok/s  GiB a card  loss of each step")
     for one in rows:
         losses = " ".join(f"{value:.4f}" for value in one["loss"])
@@ -216,13 +219,17 @@ def main() -> None:
     parser.add_argument(
         "--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS), help="of parallel and levers"
     )
+    parser.add_argument("--processes", type=int, default=2, help="of every launcher but one_gpu, a card each")
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="of levers")
     parser.add_argument("--out", type=Path, help="JSON with every number")
     options = parser.parse_args()
     work = options.work
     work.mkdir(parents=True, exist_ok=True)
+    if ROWS % options.processes:
+        parser.error(f"--processes {options.processes} does not divide the {ROWS} rows of a step")
+    LAUNCHERS.update({name: options.processes for name, count in LAUNCHERS.items() if count > 1})
     if options.part == "levers":
-        return levers_part(work, options.layers, options.launchers, SHAPES[options.shape])
+        return levers_part(work, options.layers, options.launchers, SHAPES[options.shape], options.out)
     if options.part == "local":
         rows, seconds = local_part(work, options.layers)
     else:

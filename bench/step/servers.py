@@ -6,6 +6,7 @@ never generate at the same time.
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -33,6 +34,7 @@ def card(number: int) -> int:
 # Different from those of a call on other cards of the same host.
 STOCK_PORT, OUR_PORT, MEETING_PORT = (port + 20 * card(0) for port in (8460, 8470, 29650))
 SHARE = 0.4  # of the rollout card, for each server
+ENGINE_GIB = 4.0  # activations and sampling of a colocated vLLM while it sizes its KV cache, beside the weights
 READY_S = 240
 CHILDREN = ROOT / "bench/step"
 
@@ -130,6 +132,13 @@ def kv_cache_gib(shape: dict[str, Any], loads: list[Work]) -> float:
     return round(1 + 1.1 * max(load.tokens for load in loads) * each / 2**30, 1)
 
 
+def colocated_share(shape: dict[str, Any], weights: int, load: Work, processes: int, card_gib: float) -> float:
+    """Smallest share of a card that vLLM of one of several colocated processes needs: its BF16 weights, KV cache of
+    its completions at once, and what vLLM holds back for activations."""
+    cache = kv_cache_gib(shape, [load]) / processes + 0.5
+    return math.ceil(100 * (2 * weights / 2**30 + cache + ENGINE_GIB) / card_gib) / 100
+
+
 class StockServer:
     """`vllm serve` with what `trl vllm-serve` (trl 1.16) adds, in the model's own dtype."""
 
@@ -207,6 +216,7 @@ def server_flags(work: Path, loads: list[Work], shape: dict[str, Any], cards: li
     urls = [f"http://127.0.0.1:{OUR_PORT + number}" for number in cards]
     keys: dict[str, Any] = {"rollout.backend": "server", "rollout.sync": "remerge"}
     keys |= {"rollout.server_urls": json.dumps(urls), "server.base": work / "base"}
+    keys["server.adapter_roots"] = json.dumps([str(work)])  # the rows are other runs than the server's
     keys |= {"server.weights": "fp8_per_channel", "server.max_num_seqs": max(load.completions for load in loads)}
     # A fixed size, because vLLM's own measurement fails if another process frees memory meanwhile.
     keys |= {"server.kv_cache_gib": 1 if cpu else kv_cache_gib(shape, loads), "server.enforce_eager": str(cpu).lower()}

@@ -1,7 +1,11 @@
-"""Rows of bench_step.py: read from our metrics, aggregated from steps, printed beside stock's."""
+"""Rows of bench_step.py: read from our metrics, aggregated from steps, printed beside stock's.
+
+python bench/step/step_table.py first.json second.json  # rows of several calls in one table
+"""
 
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +83,8 @@ def table(rows: list[dict[str, Any]], earlier: Path | None) -> None:
         sides = dict.fromkeys(row["side"] for row in mine)
         pooled = [over_rounds([row for row in mine if row["side"] == side]) for side in sides]
         if len(pooled) < len(mine):
-            stock = [row for row in pooled if row["side"] == "stock" and "step" in row] or stock
+            ran = [row for row in pooled if row["side"].startswith("stock") and "step" in row]
+            stock = [row for row in ran if row["side"] == "stock"] or ran[:1] or stock
             print_load(f"{load}, medians of the rounds", pooled, stock, width)
 
 
@@ -131,3 +136,7 @@ def efficiencies(rows: list[dict[str, Any]]) -> None:
             update = row["update_tok_s"] / one["update_tok_s"] * one["trainers"] / row["trainers"]
             rollout = row["rollout_tok_s"] / one["rollout_tok_s"] * one["replicas"] / row["replicas"]
             print(f"{row['load']} {row['side']}: update efficiency {update:.0%}, rollout efficiency {rollout:.0%}")
+
+
+if __name__ == "__main__":
+    table([row for file in sys.argv[1:] for row in json.loads(Path(file).read_text())["rows"]], None)

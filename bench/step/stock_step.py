@@ -1,11 +1,11 @@
 """Whole steps of stock TRL against a stock vLLM server, timed by phase; one line "ROW {json}" per step.
 
 GRPOTrainer of trl 1.16 as its documentation sets it up for LoRA: BF16 base, rank 16 on all linear layers, server mode,
-gradient checkpointing (`--recompute none`: without), micro-batch of one group. With `--colocate`, under a launcher of
-several processes, each process trains and has vLLM on its own card, TRL's `vllm_mode="colocate"`; completions then end
-only at their limit, so all of a work have one length. Seconds are those of the first process, by wrapping TRL's own
-methods; a step ends where the next begins. On a CPU (`--rehearse`) no weights are sent: that needs NCCL, which vLLM
-does not support there.
+gradient checkpointing (`--recompute none`: without), micro-batch of one group (`--micro`). With `--colocate`, under a
+launcher of several processes, each process trains and has vLLM on its own card, TRL's `vllm_mode="colocate"`, in a
+share of its memory (`--share`), and samples its part of the step's lengths (bench_lengths.py). Seconds are those of
+the first process, by wrapping TRL's own methods; a step ends where the next begins. On a CPU (`--rehearse`) no weights
+are sent: that needs NCCL, which vLLM does not support there.
 """
 
 import argparse
@@ -130,6 +130,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--url", help="the stock server")
     parser.add_argument("--colocate", action="store_true", help="no server: vLLM in every process")
+    parser.add_argument("--share", type=float, default=SHARE, help="of the card, for vLLM in every process")
+    parser.add_argument("--micro", type=int, help="completions of a micro-batch; one group by default")
     parser.add_argument("--load", choices=WORKS, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--recompute", choices=("full", "none"), default="full", help="none: no checkpointing")
@@ -147,19 +149,21 @@ def main() -> None:
     watch_phases()
     rows = [json.loads(line) for line in (options.model / "train.jsonl").read_text().splitlines()]
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["question"]}]} for row in rows])
+    processes, micro = int(os.environ.get("WORLD_SIZE", "1")), options.micro or load.group
     if options.colocate:
         sampler = {"vllm_mode": "colocate", "vllm_max_model_length": load.prompt + load.longest + 1}
-        sampler |= {"generation_kwargs": {"ignore_eos": True}, "vllm_gpu_memory_utilization": SHARE}
+        sampler["vllm_gpu_memory_utilization"] = options.share
+        # Read by the plugin, which vLLM loads when TRL makes its engine.
+        os.environ["BENCH_LENGTHS_PART"] = f"{os.environ.get('RANK', '0')}/{processes}"
     else:
         sampler = {"vllm_mode": "server", "vllm_server_base_url": options.url, "vllm_server_timeout": 120}
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
     arguments = GRPOConfig(
         output_dir=str(options.model.parent / "stock-output"),
         use_vllm=True,
         **sampler,
         num_generations=load.group,
-        per_device_train_batch_size=load.group,
-        gradient_accumulation_steps=load.completions // load.group // processes,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=load.completions // micro // processes,
         max_completion_length=load.longest,
         beta=0.01,
         learning_rate=1e-5,

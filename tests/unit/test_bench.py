@@ -20,7 +20,7 @@ import bench_update
 import decode_profile
 from kernel_groups import group_of
 from memory_child import SHAPES, parameters
-from servers import Child, Failed, write_lengths
+from servers import Child, Failed, colocated_share, write_lengths
 from step_table import efficiencies, figures, read_rows, table
 from update_child import Batch
 from workload import CONFIG, LEVERS, ROOT, WORKS, Work, linear_weights, step_flops, update_flops
@@ -259,12 +259,57 @@ def test_an_overlapped_row_warms_up_one_step_longer(bench):
     assert (made.steps("stock", "B"), made.steps("overlap", "B")) == (3, 4)
 
 
-def test_stock_on_both_cards_comes_when_its_server_is_gone_and_for_works_of_one_length(bench):
-    options = bench("--loads", "A", "B", "C", "--stock_sides", "stock", "stock+none", "stock+both").options
-    assert bench_step.stock_rows(options, False) == [
-        (side, load) for load in "ABC" for side in ("stock", "stock+none")
-    ]
-    assert bench_step.stock_rows(options, True) == [("stock+both", "A"), ("stock+both", "C")]
+def test_stock_on_both_cards_comes_when_its_server_is_gone_and_a_side_may_be_for_some_works(bench):
+    sides = ["stock", "stock+none", "stock+both", "stock+both+none+micro=2@BC"]
+    options = bench("--loads", "A", "B", "--stock_sides", *sides).options
+    assert bench_step.stock_rows(options, False) == [(side, load) for load in "AB" for side in sides[:2]]
+    assert bench_step.stock_rows(options, True) == [("stock+both", "A"), ("stock+both", "B"), (sides[3], "B")]
+
+
+def test_a_side_of_stock_is_made_of_its_settings(bench, capsys):
+    assert bench_step.stock_settings("stock+both+none+micro=4+share=.3@B") == {
+        "both": "",
+        "none": "",
+        "micro": "4",
+        "share": ".3",
+    }
+    assert bench_step.stock_settings("stock") == {}
+    for wrong in ("stock+fast", "ours", "stock+micro", "stock+none=3", "stock+micro=x"):
+        with pytest.raises(SystemExit):
+            bench("--stock_sides", wrong)
+        assert "--stock_sides" in capsys.readouterr().err
+
+
+def test_colocated_stock_gets_the_share_that_its_weights_and_completions_need():
+    weights, shape = parameters("8b"), SHAPES["8b"]
+    both = colocated_share(shape, weights, WORKS["A"], 2, 140.4)
+    each = 2 * 2 * 36 * 8 * 128 * WORKS["A"].tokens / 2 / 2**30  # KV cache of 64 completions
+    assert both * 140.4 > 2 * weights / 2**30 + 1.1 * each and both < 0.25
+    assert colocated_share(shape, weights, WORKS["A"], 1, 140.4) > both
+    assert colocated_share(shape, weights, WORKS["C"], 2, 140.4) > both
+    assert colocated_share(shape, weights, WORKS["A"], 2, 79.6) > both * 1.7
+
+
+def test_our_server_stays_beside_colocated_stock_only_where_both_fit(bench, monkeypatch):
+    stopped = []
+    made = bench("--load", "A", "--stock_sides", "stock+both", "--variants", "shared+both", "--rounds", "2")
+    made.watch.totals, made.server_gib = [140.0, 140.0], {"ours": 37.0}
+    server = type("Server", (), {"stop": lambda self: stopped.append(1)})
+    monkeypatch.setattr(bench_step.time, "sleep", lambda _: None)
+    for peak, stays in ((None, False), (90.0, True), (101.0, False)):
+        made.servers["ours"], made.server_gib["ours"] = server(), 37.0
+        made.peaks = {("stock+both", "A"): peak} if peak else {}
+        made.make_room("stock+both", "A")
+        assert ("ours" in made.servers) is stays, peak
+    assert len(stopped) == 2
+
+
+def test_sides_alternate_also_where_stock_is_colocated(bench, monkeypatch):
+    made = bench("--load", "A", "--stock_sides", "stock+both", "--variants", "shared+both", "--rounds", "3")
+    ran = []
+    monkeypatch.setattr(bench_step.Bench, "prepare", lambda *_: None)
+    monkeypatch.setattr(bench_step.Bench, "run", lambda self, side, load: ran.append(side))
+    assert bench_step.compare(made) == 6 and ran == ["stock+both", "shared+both"] * 3
 
 
 def test_a_line_that_is_being_written_is_not_read(tmp_path):
@@ -334,6 +379,26 @@ def test_other_lengths_are_read_between_two_groups_and_begin_anew(parent, tmp_pa
     assert lengths_of(parent(2)) == [7, 7]
     (tmp_path / "lengths.json").write_text('{"first": [], "then": [5, 6]}')
     assert lengths_of(parent(2)) == [5, 6]
+
+
+def test_a_process_of_colocated_stock_samples_its_part_of_every_step(monkeypatch, tmp_path):
+    given = []
+
+    class Engine:
+        def add_request(self, request_id, prompt, params, priority=0):
+            given.append((params.max_tokens, params.ignore_eos, priority))
+
+    module = types.ModuleType("vllm.v1.engine.llm_engine")
+    module.LLMEngine = Engine
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    (tmp_path / "lengths.json").write_text('{"first": [1, 1, 2, 2], "then": [1, 2, 3, 4]}')
+    bench_lengths.wrap_engine(bench_lengths.Lengths(str(tmp_path / "lengths.json")), 1, 2)
+    params = FakeParent(1).sampling_params
+    params.ignore_eos = False
+    for number in range(6):
+        Engine().add_request(str(number), [], params, priority=7)
+    assert [one[0] for one in given] == [2, 2, 3, 4, 3, 4], "the second half, of the first step capped"
+    assert all(one[1:] == (True, 7) for one in given) and (params.max_tokens, params.ignore_eos) == (9, False)
 
 
 def test_the_steps_that_warm_up_can_be_short(parent, tmp_path):

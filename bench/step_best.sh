@@ -1,0 +1,103 @@
+#!/bin/bash
+# Whole steps of works A to D: TRL in its fastest setting beside ours on the same two cards, two pairs of cards at once.
+#
+#   bash bench/step_best.sh prepare ab cd           # model, base; a round of A and B on cards 0, 1 and of C, D on 2, 3
+#   ROUND=2 bash bench/step_best.sh ab cd table     # another round, and the table of all
+#   bash bench/step_best.sh prepare ab              # two cards
+#   REHEARSE=--rehearse bash bench/step_best.sh prepare ab table       # a tiny shape on a CPU
+#
+# A round is a JSON for each part: PARTS_AB and PARTS_CD choose and order them: stock_A (colocated on both cards),
+# default_A (its server on a card of its own), our_A (both cards in turn), over_A (overlapped), ours_AB and ours_CD (a
+# server for all of them). OUT and WORK are the folders of results and of the model, PAIR_AB and PAIR_CD the cards;
+# what still runs after END_S seconds ends. With FLASHINFER_PATH, a folder to import it from, `prepare` compiles its
+# kernels, and our servers use it once they are there. Cards of 80 GB get other settings: packs of half the length,
+# smaller micro-batches of stock's.
+set -u
+cd "$(dirname "$0")/.."
+ROUND=${ROUND:-1} END_S=${END_S:-3000} REHEARSE=${REHEARSE:-} PYTHON=${PYTHON:-python3}
+W=${WORK:-/tmp/step_best} OUT=${OUT:-$W/out}
+mkdir -p "$W" "$OUT"
+GIB=${GIB:-$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null | awk '{print int($1 / 1024)}')}
+V=${V:-fp8+liger+shared+none+adamw_fused+cudnn}
+if [ "${GIB:-141}" -lt 100 ]; then
+    V=$V+train.micro_batch_tokens=8704 VC=${V/none/auto}
+    BEST_A=stock+both+none+micro=2 BEST_B=stock+both+none+micro=1 BEST_C=stock+both+micro=2+share=.6 BEST_D=stock+both
+    KV_AB=14 KV_C=15 KV_D=11 KV_OVER_C=42
+else
+    VC=$V
+    BEST_A=stock+both+none BEST_B=stock+both+none+micro=4 BEST_C=stock+both+none+micro=1 BEST_D=stock+both+none+micro=2
+    KV_AB=16 KV_C=22 KV_D=22 KV_OVER_C=43
+fi
+
+step() { # step CARDS NAME words...: bench_step.py within the time that is left
+    local cards=$1 name=$2 left=$((END_S - SECONDS))
+    shift 2
+    if [ "$left" -lt 60 ]; then echo "$name: $left s left, not started"; return; fi
+    CUDA_VISIBLE_DEVICES=$cards $PYTHON bench/bench_step.py $REHEARSE --work "$W/cards${cards//,/}" --steps "${STEPS:-1}" \
+        --cut --limit_s "$left" --side_s 330 --out "$OUT/$name-$ROUND.json" "$@" >"$W/$name-$ROUND.log" 2>&1
+    grep -E "step [0-9.]+, |:.*(left|Error|memory|ended|running)" "$W/$name-$ROUND.log" | cut -c1-260 | sed "s/^/$name $SECONDS s /"
+}
+
+ours() { # ours CARDS NAME LOADS KV words...: rows of ours with these levers, by servers with GiB of FP8 KV cache
+    local cards=$1 name=$2 loads=$3 keys="server.kv_cache=fp8+server.kv_cache_gib=$4" path=${PYTHONPATH:-} variants=()
+    shift 4
+    until [ -f "$W/first/base/manifest.json" ] || [ "$SECONDS" -gt "$END_S" ]; do sleep 1; done
+    [ -n "$REHEARSE" ] && keys=server.kv_cache_gib=1
+    if [ -f "$W/flashinfer" ]; then
+        export VLLM_HAS_FLASHINFER_CUBIN=1 # or vLLM asks a server on the internet before it takes XQA
+        keys="$keys+server.vllm={attention_backend: FLASHINFER}" path=$FLASHINFER_PATH:$path
+    fi
+    for levers in "$@"; do variants+=("$levers+$keys"); done
+    PYTHONPATH=$path step "$cards" "$name" --loads $loads $WARM --stock_sides --variants "${variants[@]}"
+}
+
+part() { # part CARDS NAME
+    local best=BEST_${2#stock_}
+    WARM="--warm_tokens 128"
+    case $2 in *C | *D) WARM="--warm_tokens 512" ;; esac
+    case $2 in
+        stock_[A-D]) step "$1" "$2" --loads "${2#stock_}" $WARM --stock_sides "${!best}" ;;
+        default_[A-D]) step "$1" "$2" --loads "${2#default_}" $WARM ;;
+        ours_AB) ours "$1" "$2" "A B" $KV_AB "$V+both" "$V+overlap" ;;
+        our_[AB]) ours "$1" "$2" "${2#our_}" $KV_AB "$V+both" ;;
+        over_[AB]) ours "$1" "$2" "${2#over_}" $KV_AB "$V+overlap" ;;
+        ours_CD) ours "$1" "$2" "C D" $KV_C "$VC+both" ;;
+        our_C) ours "$1" "$2" C $KV_C "$VC+both" ;;
+        our_D) ours "$1" "$2" D $KV_D "$V+both" ;;
+        over_C) ours "$1" "$2" C $KV_OVER_C "$V+overlap" ;;
+        over_D) ours "$1" "$2" D $KV_D "$V+overlap" ;;
+        *) echo "there is no part $2" ;;
+    esac
+}
+
+pair() { # pair CARDS PARTS...: in turn
+    local cards=$1 one
+    shift
+    mkdir -p "$W/cards${cards//,/}"
+    for one in model base; do ln -sfn "$W/first/$one" "$W/cards${cards//,/}/$one"; done
+    until [ -f "$W/first/model/COMPLETE" ] || [ "$SECONDS" -gt "$END_S" ]; do sleep 1; done
+    for one in "$@"; do part "$cards" "$one"; done
+}
+
+compile() { # FlashInfer's kernels, by an engine that needs them
+    VLLM_HAS_FLASHINFER_CUBIN=1 PYTHONPATH=$FLASHINFER_PATH:${PYTHONPATH:-} CUDA_VISIBLE_DEVICES=${COMPILE_CARD:-3} MAX_JOBS=40 nice $PYTHON \
+        bench/decode_profile.py --shape 8b --sequences 32 --kv_gib 2 --new 256 --share .3 --variants fp8+kv+flashinfer \
+        --out "$W/flashinfer.json" >"$W/flashinfer.log" 2>&1 && grep -q '"rows"' "$W/flashinfer.json" && touch "$W/flashinfer"
+    if [ -f "$W/flashinfer" ]; then echo "FlashInfer: ready after $SECONDS s"; else echo "FlashInfer: failed"; tail -5 "$W/flashinfer.log"; fi
+}
+
+for word in "$@"; do
+    case $word in
+        prepare)
+            mkdir -p "$W/first"
+            CUDA_VISIBLE_DEVICES=${PREPARE_CARD:-1} $PYTHON bench/bench_step.py $REHEARSE --part prepare --loads A B C D \
+                --work "$W/first" --out "$W/prepare.json" >"$W/prepare.log" 2>&1 &
+            [ -n "${FLASHINFER_PATH:-}" ] && compile &
+            ;;
+        ab) pair "${PAIR_AB:-0,1}" ${PARTS_AB:-stock_A stock_B ours_AB} & ;;
+        cd) pair "${PAIR_CD:-2,3}" ${PARTS_CD:-stock_D stock_C our_C our_D over_C} & ;;
+        table) wait && $PYTHON bench/step/step_table.py "$OUT"/*_*-*.json ;;
+        *) echo "there is no $word"; exit 2 ;;
+    esac
+done
+wait
