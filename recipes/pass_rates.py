@@ -58,7 +58,9 @@ def measuring(config: Config, out: Path) -> Config:
     """The configuration of a run that only samples: all its problems, nothing else measured, files beside `out`."""
     run = replace(config.run, output_dir=str(out.with_name(f".{out.name}.run")))
     data = replace(config.data, pass_rates=None, min_pass_rate=0.0, max_pass_rate=1.0, order="shuffled")
-    rollout = replace(config.rollout, overlap=False, resample_rounds=0, resample_budget=None, replay_steps=0)
+    rollout = replace(
+        config.rollout, overlap=False, stream_groups=None, resample_rounds=0, resample_budget=None, replay_steps=0
+    )
     watch = replace(config.watch, eval_every=0, report_to=[])
     return replace(config, run=run, data=data, rollout=rollout, watch=watch, distill=DistillConfig())
 

@@ -361,10 +361,11 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
 def in_turn(config: Config) -> Keys:
     """Keys that go with a card that both samples and trains.
 
-    The plan counts no gain from `rollout.overlap` there, and the recipe refuses it if the sampler sleeps or is the
-    trainer's process.
+    The plan counts no gain from `rollout.overlap` and `rollout.stream_groups` there, and the recipe refuses them if
+    the sampler sleeps or is the trainer's process.
     """
-    return {"rollout.overlap": False} if config.rollout.overlap else {}
+    keys: Keys = {"rollout.overlap": False} if config.rollout.overlap else {}
+    return keys | ({"rollout.stream_groups": None} if config.rollout.stream_groups else {})
 
 
 def _server_candidates(layout: Layout, shared: bool) -> list[tuple[Keys, str]]:

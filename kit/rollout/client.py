@@ -29,10 +29,10 @@ from kit.rollout import drafts
 from kit.rollout.episodes import EpisodeResult, EpisodeRunner
 from kit.rollout.generation import Generation
 from kit.rollout.overlap import Ahead
-from kit.rollout.policy_view import PolicyView, Processes, Report, Rollouts
+from kit.rollout.policy_view import PolicyView, Processes, Report, Rollouts, StreamedRows
 from kit.rollout.protocol import PROTOCOL, Drafted, Info
 from kit.rollout.recovery import Recovery, ReplicasFailed
-from kit.rollout.replica import Replica, ReplicaError, ask_all, is_tested_vllm
+from kit.rollout.replica import Replica, ReplicaError, Sample, ask_all, is_tested_vllm
 from kit.rollout.restart_requests import allowed_wait_s
 from kit.rollout.server_watch import watch
 from kit.rollout.sync import START, AdapterSync, restart_hint, start_hint
@@ -294,6 +294,65 @@ class ServerRollout:
         stop = policy.stop_token_ids
         return self._begin(policy, prompt_ids, lambda prompts: self._generate_groups(prompts, stop))
 
+    def stream(self, policy: PolicyView, prompt_ids: list[list[int]], least: int) -> Iterator[StreamedRows]:
+        """Complete this process's prompts, each `group_size` times in a row, and yield groups while the replicas
+        generate others: `least` or more, as soon as every process has them. Called by all processes together, which
+        get equally many each time.
+
+        `rollout_hidden` of the last report is the seconds of generation that nobody waited for.
+        """
+        from accelerate.utils import gather_object
+
+        processes, group, report = policy.processes, self.config.rollout.group_size, self._new_report()
+        everything, rows = gather_object(prompt_ids), len(prompt_ids)
+        samples: list[Any] = [None] * len(everything)
+        self.sync.scorer.choose(everything)
+        error, first = self._prepare(policy), processes.process_index * rows
+        with contextlib.ExitStack() as requests:
+            stream: Any = None
+            started = waited = 0.0
+
+            def begin() -> None:
+                nonlocal stream, started
+                self._wake(report)
+                self._sync(policy, report)
+                generation, prompts = self._generation(policy.stop_token_ids), self._prompts(everything, group)
+                stream = requests.enter_context(generation.stream(prompts, group, processes.num_processes))
+                started = time.perf_counter()
+
+            def take() -> list[tuple[int, list[tuple]]]:
+                nonlocal waited
+                asked = time.perf_counter()
+                parts = stream.take(least)
+                waited += time.perf_counter() - asked
+                size = stream.size
+                return [
+                    (process * size + number, [_sample_facts(one) for one in found])
+                    for process, part in enumerate(parts)
+                    for number, found in part
+                ]
+
+            self._in_main_process(processes, begin, error)
+            missing = len(everything)
+            while missing:
+                fresh = dict(self._in_main_process(processes, take))
+                for number, found in fresh.items():
+                    samples[number * group : (number + 1) * group] = found
+                missing -= len(fresh) * group
+                if not missing:
+                    self.sync.scorer.extend([ids for ids, *_ in samples])
+                    report.seconds["rollout_hidden"] = max(0.0, stream.ended - started - waited) if stream else 0.0
+                    self._in_main_process(processes, lambda: self._end_of_generation(report))
+                numbers = sorted(number * group - first for number in fresh)
+                places = [at + i for at in numbers if 0 <= at < rows for i in range(group)]
+                mine = [samples[first + place] for place in places]
+                made = [ids for ids, *_ in mine], [logps for _, logps, _ in mine]
+                yield StreamedRows(places, Rollouts(*made, self._served, report), not missing)
+
+    def _end_of_generation(self, report: Report) -> None:
+        self._count_drafts(report)
+        self._drop_connections()
+
     def run_episodes(
         self, policy: PolicyView, rows: list[dict], group: int | None = None
     ) -> tuple[list[EpisodeResult], Report]:
@@ -447,10 +506,7 @@ class ServerRollout:
 
     def _step(self, policy: PolicyView, generate: Callable[[], list], report: Report) -> list:
         """Wake, sync, generate, sleep; return what `generate` makes for all processes."""
-        if self._may_be_asleep:
-            with timed(report.seconds, "wake"):
-                self._all_or_fail(lambda replica: replica.wake(), "wake up")
-            self._may_be_asleep = False
+        self._wake(report)
         self._sync(policy, report)
         samples = self._counted(generate, report)
         if self.config.server.sleep:
@@ -460,6 +516,12 @@ class ServerRollout:
                 self._all_or_fail(lambda replica: replica.sleep(), "go to sleep")
         self._drop_connections()
         return samples
+
+    def _wake(self, report: Report) -> None:
+        if self._may_be_asleep:
+            with timed(report.seconds, "wake"):
+                self._all_or_fail(lambda replica: replica.wake(), "wake up")
+            self._may_be_asleep = False
 
     def _start(self, policy: PolicyView, ahead: Ahead, generate: Callable[[], list], report: Report) -> None:
         """Sync, then generate in the background."""
@@ -481,13 +543,17 @@ class ServerRollout:
         report.figures["server_product"] = self.product
 
     def _counted(self, generate: Callable[[], list], report: Report) -> list:
-        """Return what `generate` makes; report what came of the drafts since the last time, if replicas draft."""
+        """Return what `generate` makes; report what came of the drafts."""
         samples = generate()
+        self._count_drafts(report)
+        return samples
+
+    def _count_drafts(self, report: Report) -> None:
+        """Report what came of the drafts since the last time, if replicas draft."""
         if self._drafted:
             before, answers = self._drafted, ask_all(self.replicas, lambda replica: replica.info(), probe="info")[0]
             self._drafted = before | {url: info.get("drafted") for url, info in answers.items()}
             report.figures.update(drafts.figures(before, self._drafted))
-        return samples
 
     def _drop_connections(self) -> None:
         for replica in self.replicas:
@@ -496,14 +562,15 @@ class ServerRollout:
     def _generate_groups(self, prompt_ids: list[list[int]], stop: list[int], group: int | None = None) -> list[tuple]:
         """(token ids, log-probs, experts or None) of every completion."""
         group = group or self.config.rollout.group_size
+        groups = self._generation(stop).groups(self._prompts(prompt_ids, group), group)
+        return [_sample_facts(sample) for samples in groups for sample in samples]
+
+    def _prompts(self, prompt_ids: list[list[int]], group: int) -> list[list[int]]:
+        """The prompt of each group."""
         prompts = prompt_ids[::group]
         if any(prompt_ids[i] != prompts[i // group] for i in range(len(prompt_ids))):
             raise CheckFailed("the prompts of a group differ: the trainer's sampler no longer repeats each prompt.")
-        return [
-            (sample.token_ids.tolist(), sample.logprobs.tolist(), sample.experts)
-            for samples in self._generation(stop).groups(prompts, group)
-            for sample in samples
-        ]
+        return prompts
 
     def _all_episodes(self, rows: list[dict], stop: list[int], group: int) -> list[EpisodeResult]:
         """Results of an episode on each row."""
@@ -527,6 +594,11 @@ class ServerRollout:
                 raise error
             self.sync.recovery.bring_back(error, is_final)
             asked, is_final = [one for one in asked if one.url in failed], True
+
+
+def _sample_facts(sample: Sample) -> tuple:
+    """(token ids, log-probs, experts or None), which processes can send each other."""
+    return sample.token_ids.tolist(), sample.logprobs.tolist(), sample.experts
 
 
 @contextlib.contextmanager

@@ -7,7 +7,12 @@ be of the version that was asked for.
 
 import asyncio
 import contextlib
+import functools
+import math
+import queue
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 
 from kit.core.config.schema import RolloutConfig
@@ -51,6 +56,14 @@ class Generation:
         """Return `n` completions of each prompt; `CheckFailed` if a replica fails for good."""
         with self._failure_named():
             return self._dispatcher(n).run(prompts, self._ask(n, self.rollout.max_completion_length), self.name)
+
+    @contextlib.contextmanager
+    def stream(self, prompts: list[list[int]], n: int, processes: int) -> Iterator["GroupStream"]:
+        """Request `n` completions of each prompt, and hand out those that are there until the block ends. Each of
+        `processes` has equally many prompts, one process after the other."""
+        with self._dispatcher(n).open(self.name) as requests:
+            futures = requests.submit_all(prompts, self._ask(n, self.rollout.max_completion_length))
+            yield GroupStream(self, futures, processes)
 
     @contextlib.contextmanager
     def turns(self, group: int) -> Iterator["ServerTurns"]:
@@ -121,6 +134,40 @@ class Generation:
                 f"{len(failed.errors)} of at most {1 + self.rollout.retries}: {failed}. "
                 + restart_hint(self.run, {error.url for error in failed.errors})
             ) from None
+
+
+class GroupStream:
+    """Groups in the order in which they finish, equally many of each process at a time."""
+
+    def __init__(self, generation: Generation, futures: "list[Future[list[Sample]]]", processes: int):
+        self._generation, self._futures = generation, futures
+        self.size = len(futures) // processes  # groups of a process
+        self._finished: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._ready: list[list[int]] = [[] for _ in range(processes)]  # finished and not taken, first come first
+        self.taken = 0  # groups of each process
+        self.ended = math.inf  # when the last group finished, of `time.perf_counter`
+        for number, future in enumerate(futures):
+            future.add_done_callback(functools.partial(self._note, number))
+
+    def _note(self, number: int, _: "Future[list[Sample]]") -> None:
+        if all(future.done() for future in self._futures):
+            self.ended = time.perf_counter()
+        self._finished.put(number)
+
+    def take(self, least: int) -> list[list[tuple[int, list[Sample]]]]:
+        """Wait until `least` groups of every process, or all that it lacks, are there. Return as many of each process
+        as every process has: by process, (number within its groups, samples). `CheckFailed` if a replica fails for
+        good."""
+        wanted = min(least, self.size - self.taken)
+        with self._generation._failure_named():
+            while min(map(len, self._ready)) < wanted or not self._finished.empty():
+                number = self._finished.get()
+                self._futures[number].result()
+                self._ready[number // self.size].append(number)
+            count = min(map(len, self._ready))
+            parts = [[mine.pop(0) for _ in range(count)] for mine in self._ready]
+            self.taken += count
+            return [[(one % self.size, self._futures[one].result()) for one in part] for part in parts]
 
 
 class ServerTurns:

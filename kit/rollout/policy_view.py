@@ -1,5 +1,6 @@
 """What samplers see of the policy in training, and what they hand back. Both sides of a step import this file."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -81,6 +82,23 @@ class AheadSampler(Sampler, Protocol):
 
     def begin(self, policy: PolicyView, prompt_ids: list[list[int]]) -> Report:
         """Start to generate; the next `generate` must be for the same prompts and takes the result."""
+
+
+class StreamedRows(NamedTuple):
+    """Completions of this process's rows at `places`, whole groups in ascending order; a step's last has all that
+    were missing."""
+
+    places: list[int]
+    rollouts: Rollouts
+    is_last: bool
+
+
+class StreamSampler(Sampler, Protocol):
+    """A sampler that hands out groups while it generates others (`rollout.stream_groups`)."""
+
+    def stream(self, policy: PolicyView, prompt_ids: list[list[int]], least: int) -> Iterator[StreamedRows]:
+        """Complete this process's prompts, each `rollout.group_size` times in a row; yield `least` groups or more as
+        soon as every process has them, equally many in each. The last report covers them all."""
 
 
 class EpisodeSampler(Sampler, Protocol):

@@ -13,6 +13,7 @@ are one micro-batch.
 - Where every pass waits for all processes (FSDP2, DeepSpeed), a process with fewer micro-batches than another makes
   idle ones: a row of its own once more, whose loss is 0.
 - With `train.sequence_parallel` the processes of a group compute the loss of all their rows together.
+- With `rollout.stream_groups` the rows come in several batches, the first while the servers generate the others.
 - Metrics stay on the device until the end of the step, and cover all its rows over all processes.
 - The run stops at the end of a step, before its update, if the sampler is not the policy.
 
@@ -20,11 +21,12 @@ Written for trl 1.16 and transformers 5.17 to 5.23; `tests/unit/test_trl_seams.p
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from kit.core.config.schema import Config
+from kit.core.config.stream_rules import BY_TOKENS
 from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir
 from kit.policy.adapter_dropout import SEED, adapter_dropouts, seed_of, seeded
@@ -46,11 +48,24 @@ from kit.train.rows import (
     take_rows,
     whole_rows,
 )
+from kit.train.streaming import LAST
 from kit.train.trained_policy import TrainedPolicy
 from kit.train.trl_trainer import GRPOConfig
 
 NO_ENTROPY = -1e9  # pads the entropies of processes with fewer tokens
 IDLE = "is_idle"  # a micro-batch that keeps this process in step with the others, and teaches nothing
+
+
+def scale_gradients(model: torch.nn.Module, scale: torch.Tensor) -> None:
+    """Multiply the gradients of `model` by a 0-dim tensor, in place."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale)
+
+
+def pad_columns(values: torch.Tensor, columns: int) -> torch.Tensor:
+    """(b, C) with zeros on the right, (b, columns)."""
+    return torch.nn.functional.pad(values, (0, columns - values.size(1)))
 
 
 class SamplerIsNotThePolicy(CheckFailed):
@@ -102,7 +117,49 @@ class PolicyStep:
         own = inputs
         if self.group is not None:
             inputs = shared_rows(own, self.group)
-        rows, total = len(inputs["completion_ids"]), 0.0
+        rows = len(inputs["completion_ids"])
+        plan, parts = self._parts(inputs)
+        # All tokens of the rollouts, of which a step may use a part; DDP averages over processes.
+        share = accumulated / self.arguments.steps_per_generation
+        step_tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes * share
+        if self.group is not None:  # of as many rows as this process computes
+            step_tokens = step_tokens * self.group.size
+        loss = self._run(model, parts, rows * accumulated, step_tokens)
+        if len(parts) > 1:
+            keep_scores(inputs, parts[: len(plan)], plan)
+        if self.group is not None:
+            keep_own_scores(own, inputs, self.group)
+        if self.accelerator.sync_gradients:
+            self._finish()
+        return loss
+
+    def streamed_loss(self, model: torch.nn.Module, batches: Iterator[dict], rows: int) -> torch.Tensor:
+        """As `loss`, of a step's `rows` rows that come in several batches while others are generated: every batch is
+        passed backward before the next is asked for.
+
+        Where the loss is divided by the tokens of the step, which are known with the last batch only, gradients and
+        loss so far are divided by those so far, and rescaled with each batch.
+        """
+        total, tokens, is_last = torch.zeros((), device=self.accelerator.device), None, False
+        for batch in batches:
+            before, is_last = tokens, batch[LAST]
+            fresh = batch["num_items_in_batch"].float() / self.accelerator.num_processes
+            tokens = fresh if before is None else before + fresh
+            if before is not None and self.settings.loss_type in BY_TOKENS:
+                scale = before.clamp(min=1.0) / tokens.clamp(min=1.0)
+                scale_gradients(model, scale)
+                total = total * scale
+            _, parts = self._parts(batch)
+            loss = self._run(model, parts, rows, tokens.clamp(min=1.0), is_last)
+            total = total + loss.detach()
+        if not is_last:
+            raise RuntimeError("the rows of a step ended before its last batch")
+        self._finish()
+        return loss + (total - loss.detach())
+
+    def _parts(self, inputs: dict) -> tuple[list[list[int]], list[dict]]:
+        """The rows of each micro-batch, and the micro-batches with the reference's log-probs; idle ones follow."""
+        rows = len(inputs["completion_ids"])
         plan = [list(range(rows))] if self.config.train.micro_batch_tokens is None else self.plan(inputs)
         if self.dropouts:
             seed_of(inputs)
@@ -111,30 +168,38 @@ class PolicyStep:
         for number, part in enumerate(parts if self.dropouts else ()):
             part[SEED] += number
         self._score_packs(parts)
-        # All tokens of the rollouts, of which a step may use a part; DDP averages over processes.
-        share = accumulated / self.arguments.steps_per_generation
-        step_tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes * share
-        if self.group is not None:  # of as many rows as this process computes
-            step_tokens = step_tokens * self.group.size
+        return plan, parts
+
+    def _run(
+        self,
+        model: torch.nn.Module,
+        parts: list[dict],
+        step_rows: int,
+        step_tokens: torch.Tensor,
+        is_last: bool = True,
+    ) -> torch.Tensor:
+        """Forward and backward of micro-batches, but of the step's last only the forward: the caller passes its loss
+        backward. The value covers all of them."""
+        total: torch.Tensor | float = 0.0
         for number, part in enumerate(parts, start=1):
-            # DDP exchanges the sum of the gradients once, in the last backward.
-            with contextlib.nullcontext() if number == len(parts) else self.accelerator.no_sync(model):
+            is_open = is_last and number == len(parts)
+            # DDP exchanges the sum of the gradients once, in the last backward. FSDP2 hides what it has not exchanged
+            # from `scale_gradients`, so it exchanges that of each batch.
+            is_summed = is_open or (self.policy.is_split and number == len(parts))
+            with contextlib.nullcontext() if is_summed else self.accelerator.no_sync(model):
                 if IDLE in part:
                     loss = self.no_loss(model, part)
                 else:
-                    loss = self.loss_of_rows(model, part, rows * accumulated, step_tokens)
-                if number < len(parts):
+                    loss = self.loss_of_rows(model, part, step_rows, step_tokens)
+                if not is_open:
                     self._backward(loss)
             total += loss.detach()
-        if len(parts) > 1:
-            keep_scores(inputs, parts[: len(plan)], plan)
-        if self.group is not None:
-            keep_own_scores(own, inputs, self.group)
-        if self.accelerator.sync_gradients:
-            tally, self.tally = self.tally, StepTally()
-            self.finish(tally)
-        # The value covers all rows, the gradient the last ones: the others' is in the parameters already.
+        # The gradient is the last one's: the others' is in the parameters already.
         return loss + (total - loss.detach())
+
+    def _finish(self) -> None:
+        tally, self.tally = self.tally, StepTally()
+        self.finish(tally)
 
     def _idle_parts(self, inputs: dict, plan: list[list[int]]) -> list[dict]:
         """Idle micro-batches that bring this process to the largest count of any process; empty if passes need no
@@ -316,6 +381,8 @@ class PolicyStep:
         `rollout.max_sampler_k3` or if a sampler's log-prob is NaN. A no-op if none was compared."""
         if not compared:
             return
+        widest = max(logps.size(1) for logps, *_ in compared)
+        compared = [tuple(pad_columns(one, widest) for one in each) for each in compared]
         policy, sampler, mask = (torch.cat(each) for each in zip(*compared, strict=True))  # (B, C)
         local = torch.stack([policy, sampler, mask.to(policy.dtype)]).transpose(0, 2).contiguous()  # (C, B, 3)
         # Completions are padded per process; percentiles need the tokens of all of them.

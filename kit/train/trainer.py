@@ -10,11 +10,12 @@ reward functions; transformers keeps the optimizer loop, callbacks and the conte
 back, by the methods above. `tests/unit/test_trl_seams.py` fails when upstream changes any of them.
 """
 
+import contextlib
 import copy
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -60,7 +61,7 @@ from kit.policy.stopping import StopCriterion, stopping
 from kit.rollout.drafts import KEYS as DRAFT_KEYS
 from kit.rollout.episodes import EpisodeRunner, rollouts_of
 from kit.rollout.overlap import Batches, Lookahead
-from kit.rollout.policy_view import AheadSampler, EpisodeSampler, Report, Rollouts, Sampler
+from kit.rollout.policy_view import AheadSampler, EpisodeSampler, Report, Rollouts, Sampler, StreamSampler
 from kit.train.advantages import find_flat_groups, group_advantages, subtract_kl
 from kit.train.checkpoint import (
     SAVE_ERRORS,
@@ -104,6 +105,7 @@ from kit.train.sampling import (
     sampled_lengths,
 )
 from kit.train.step import PolicyStep, SamplerIsNotThePolicy
+from kit.train.streaming import LAST, ROWS, STREAM, Part, joined
 from kit.train.trackers import figures, prepare_trackers, send_completions
 from kit.train.trained_policy import TrainedPolicy
 from kit.train.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields
@@ -488,8 +490,10 @@ class PolicyTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, rows: list[dict]) -> dict:
         """The rows of an accumulation step, sampled with those of the whole step and used `train.num_iterations`
-        times."""
+        times; with `rollout.stream_groups` batches of them."""
         self.figures.begin()
+        if self.config.rollout.stream_groups:
+            return {STREAM: self.stream(rows), ROWS: len(rows)}
         parts = self.args.steps_per_generation
         if self._step % (parts * self.num_iterations) == 0 or self._buffered_inputs is None:
             if self.replay:
@@ -501,47 +505,101 @@ class PolicyTrainer(GRPOTrainer):
 
     def sample(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         """Complete the prompts of this process's rows and compute their advantages; return the inputs of the loss."""
-        accelerator, metrics, step = self.accelerator, self._metrics["train"], self.state.global_step + 1
-        problem_ids = gather_object([row["problem_id"] for row in rows])
-        if self.recorder:
-            self.recorder.ledger(step, list(dict.fromkeys(problem_ids)))
+        accelerator, step = self.accelerator, self.state.global_step + 1
+        self._note_problems(rows)
         drawn = self.draw(rows)
-        log_lengths(metrics, accelerator, drawn.made, drawn.is_truncated)
-        log_rewards(metrics, self.reward_func_names, drawn.rewards, self.reward_weights)
-        flat = find_flat_groups(drawn.rewards, self.reward_weights, self.num_generations, self._are_summed)
-        metrics["frac_reward_zero_std"].append(flat.float().mean().item())
+        self._log_drawn(drawn)
         if self.heldout and self.heldout.is_due(step):
             self._measure_heldout()
         if self.resampler:
             drawn = self._resample(drawn)
         if self.replay:
             drawn = self._replay(drawn)
-        log_pending(metrics, self._pending_metrics, accelerator)
-        self._pending_extra_logs.clear()
-
-        masked = drawn.is_truncated if self.mask_truncated_completions else []
-        padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of, accelerator.device
-        batch = row_tensors(drawn.prompt_ids, drawn.made, masked, *padding)
+        self._log_pending()
+        batch = self._batch(drawn)
         if self.replay:
             self.replay.add_entries(batch, drawn)
-        batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
         self.policy_step.add_reference(batch)
         kl = None
         if self.config.train.kl_in_reward:
             kl = accelerator.gather(self.policy_step.sampled_kl(batch))  # (N,)
         advantages = self._advantages(drawn.rewards, kl)
-        batch["advantages"] = advantages[accelerator.process_index * len(rows) :][: len(rows)]
+        batch["advantages"] = self._own(advantages, len(rows))
+        self._note_sampled(drawn, advantages)
+        return batch
+
+    def stream(self, rows: list[dict]) -> Iterator[dict[str, torch.Tensor]]:
+        """As `sample`, in batches of whole groups that have finished while the servers generate the others. The step's
+        metrics are logged with the last."""
+        self._note_problems(rows)
+        if self.heldout and self.heldout.is_due(self.state.global_step + 1):
+            self._measure_heldout()
+        prompt_ids = self._token_ids([row["prompt"] for row in rows])
+        sampler, least = cast(StreamSampler, self.sampler), self.config.rollout.stream_groups
+        parts, batches, advantages, found = list[Part](), list[dict](), list[torch.Tensor](), None
+        with contextlib.closing(cast(Generator, sampler.stream(self.policy, prompt_ids, least))) as streamed:
+            while found is None or not found.is_last:
+                self.figures.synchronize()  # the backward is not part of the wait
+                with self.figures.timed("rollout"):
+                    found = next(streamed)
+                self.figures.version = found.rollouts.version
+                mine = [rows[place] for place in found.places], [prompt_ids[place] for place in found.places]
+                drawn = self._judged(*mine, found.rollouts)
+                batch = self._batch(drawn)
+                everyone = self._advantages(drawn.rewards)
+                batch["advantages"] = self._own(everyone, len(found.places))
+                parts.append(Part(found.places, drawn))
+                advantages.append(batch["advantages"])
+                batches.append(batch)
+                if found.is_last:
+                    self.figures.add(found.rollouts.report)
+                    self.figures.note_peak("rollout")
+                    whole, order = joined(parts, self.accelerator)
+                    self._log_drawn(whole)
+                    self._log_pending()
+                    self._note_sampled(whole, self.accelerator.gather(torch.cat(advantages)[order]))
+                    self._buffered_inputs = batches
+                yield batch | {LAST: found.is_last}
+
+    def _note_problems(self, rows: list[dict]) -> None:
+        problem_ids = gather_object([row["problem_id"] for row in rows])
+        self._write_ledger(self.state.global_step + 1, list(dict.fromkeys(problem_ids)))
+
+    def _log_drawn(self, drawn: Drawn) -> None:
+        metrics = self._metrics["train"]
+        log_lengths(metrics, self.accelerator, drawn.made, drawn.is_truncated)
+        log_rewards(metrics, self.reward_func_names, drawn.rewards, self.reward_weights)
+        flat = find_flat_groups(drawn.rewards, self.reward_weights, self.num_generations, self._are_summed)
+        metrics["frac_reward_zero_std"].append(flat.float().mean().item())
+
+    def _log_pending(self) -> None:
+        log_pending(self._metrics["train"], self._pending_metrics, self.accelerator)
+        self._pending_extra_logs.clear()
+
+    def _batch(self, drawn: Drawn) -> dict[str, torch.Tensor]:
+        """This process's rows as the loss reads them, and the number of tokens in the loss of all processes' rows."""
+        masked = drawn.is_truncated if self.mask_truncated_completions else []
+        padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of, self.accelerator.device
+        batch = row_tensors(drawn.prompt_ids, drawn.made, masked, *padding)
+        batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
+        return batch
+
+    def _own(self, values: torch.Tensor, rows: int) -> torch.Tensor:
+        """This process's part of values of all processes' rows, `rows` in each."""
+        return values[self.accelerator.process_index * rows :][:rows]
+
+    def _note_sampled(self, drawn: Drawn, advantages: torch.Tensor) -> None:
+        """Keep the step's rows for completions/step-*.jsonl."""
+        rows = len(drawn.prompt_ids)
         self._sampled = Sampled(
             *(gather_object(drawn.problem_ids), gather_object(drawn.prompts), gather_object(drawn.completions)),
             [dict(zip(self.reward_func_names, row, strict=True)) for row in drawn.rewards.tolist()],
             *(advantages.tolist(), gather_object(drawn.versions)),
-            gather_object([recorded(one, self._tokenizer) for one in drawn.made.episodes or []] or [{}] * len(rows)),
+            gather_object([recorded(one, self._tokenizer) for one in drawn.made.episodes or []] or [{}] * rows),
         )
-        return batch
 
     def draw(self, rows: list[dict]) -> Drawn:
         """Complete this process's rows and reward them; called by all processes together, with as many rows each."""
-        problem_ids, prompts = [row["problem_id"] for row in rows], [row["prompt"] for row in rows]
         with self.figures.timed("rollout"):
             made, prompt_ids = self._rollouts(rows)
             self.figures.add(made.report)
@@ -549,6 +607,11 @@ class PolicyTrainer(GRPOTrainer):
             if self.config.rollout.overlap:
                 self.figures.add(self._begin_next())
         self.figures.note_peak("rollout")
+        return self._judged(rows, prompt_ids, made)
+
+    def _judged(self, rows: list[dict], prompt_ids: list[list[int]], made: Rollouts) -> Drawn:
+        """Reward the completions `made` of this process's rows; called by all processes together, as `draw`."""
+        problem_ids, prompts = [row["problem_id"] for row in rows], [row["prompt"] for row in rows]
         self._count_tokens(prompt_ids, made)
         if (episodes := made.episodes) is not None:
             prompts, completions = [one.prompt for one in episodes], [one.messages for one in episodes]
@@ -698,6 +761,9 @@ class PolicyTrainer(GRPOTrainer):
         self, model: torch.nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         try:
+            if STREAM in inputs:
+                with contextlib.closing(inputs[STREAM]) as batches:
+                    return self.policy_step.streamed_loss(model, batches, inputs[ROWS])
             return self.policy_step.loss(model, inputs, self.current_gradient_accumulation_steps)
         except SamplerIsNotThePolicy:
             record = self._record({}, self.state.global_step + 1)

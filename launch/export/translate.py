@@ -312,6 +312,8 @@ def _rollout(config: Config, found: Translation) -> None:
         )
     if rollout.overlap:
         found.notes.append("Generation and update take turns, strictly on-policy: rollout.overlap is not exported.")
+    if rollout.stream_groups:
+        found.notes.append("The update begins when all completions are there: rollout.stream_groups is not exported.")
 
 
 def _data(config: Config, found: Translation, directory: Path) -> None:

@@ -28,6 +28,7 @@ from tests import processes
 from tests.conftest import ROOT
 from tests.unit.fake_replica import FakeReplica
 from tests.unit.test_accelerate_configs import announces
+from tests.unit.test_overlap import boxing_replica
 
 
 def rows(run: RunDir, name: str) -> list[dict]:
@@ -56,6 +57,10 @@ SEQUENCES = {**PACKED, "train.micro_batch_tokens": 44, "train.sequence_parallel"
 DISTILLED = {"distill.teacher": "base", "policy.quant_cfg": "nvfp4a16", "train.max_steps": 2}
 DISTILLED |= {"rollout.temperature": 1e-4, "train.learning_rate": 1e-4}
 FINE_TUNED = {"sft.rows": "prompt_completion", "train.max_steps": 2, "train.per_device_train_batch_size": 8}
+# Two groups on each process; a step is divided by its tokens, of which the first groups' batch has only some.
+BOXED = {**PACKED, "train.loss_type": "dapo", "train.beta": 0.05, "reward.functions": "[boxed_format]"}
+BOXED |= {"reward.options": "{}"}
+STREAMED = {"rollout.stream_groups": 1}
 ON_A_CPU = {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}  # DDP then asks for no GPU of the worker's pretended ones
 
 
@@ -169,12 +174,13 @@ class Split:
 def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_model_dir) -> Split:
     """Start all runs in one launch, first on a whole base: two steps (`ddp`), the same resumed after one, a quantized
     distillation, a run with `ddp`'s adapter as start and reference, a supervised one, packs with sequence parallelism,
-    micro-batches, these with FP8 products, quantization-aware GRPO, and one with a server. Then all of them on a base
-    split in either way, the distillation and the supervised run in micro-batches, and one step on an unquantized base.
-    Last ZeRO-2: micro-batches, quantization-aware GRPO, and the distillation in micro-batches."""
+    micro-batches, these with FP8 products or fused adapters, quantization-aware GRPO, and some with servers. Then all
+    of them on a base split in either way, the distillation and the supervised run in micro-batches, and one step on an
+    unquantized base. Last ZeRO-2: micro-batches, quantization-aware GRPO, and the distillation in micro-batches."""
     folder, plan = tmp_path_factory.mktemp("split"), []
     keys = {**KEYS, "train.save_steps": 1}
     replicas = {kind: fake_replica(untied) for kind in SHARDED} | {"overlapped": fake_replica(tiny_model_dir)}
+    replicas["boxed"] = boxing_replica(learning_model_dir)
 
     def add(name: str, model: Path, changes: dict, environment: dict, file: str = PLAIN, resumed: str = "") -> None:
         run = {"name": name, "recipe": file.removesuffix(".py").replace("/", "."), "environment": environment}
@@ -196,10 +202,15 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
     add("packed", untied, PACKED, ON_A_CPU)
     fp8 = {**PACKED, "policy.compute": "fp8", "train.share_prompts": "true"}
     quantized = {**keys, "policy.quant_cfg": "w4a16"}
+    fused = {**PACKED, "policy.compute": "fused"}
     add("fp8", untied, fp8, ON_A_CPU)
+    add("fused", untied, fused, ON_A_CPU)
     add("quantized", untied, quantized, ON_A_CPU, QUANTIZED)
     overlap = {"rollout.overlap": "true", "train.max_steps": 3}
     add("overlapped", tiny_model_dir, server_keys(replicas["overlapped"]) | overlap, ON_A_CPU)
+    boxed = {**server_keys(replicas["boxed"]), **BOXED}
+    add("boxed", learning_model_dir, boxed, ON_A_CPU)
+    add("streamed", learning_model_dir, boxed | STREAMED, ON_A_CPU)
     for kind in SHARDED:
         # All that either announces, so that the second one takes the place of the first.
         environment = {"ACCELERATE_USE_FSDP": "false"} | announces(ROOT / f"accelerate_configs/{kind}.yaml")
@@ -213,6 +224,9 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
         add(f"{kind}-sequences", untied, SEQUENCES, environment)
         add(f"{kind}-packed", untied, PACKED, environment)
         add(f"{kind}-fp8", untied, fp8, environment)
+        add(f"{kind}-fused", untied, fused, environment)
+        if kind == "fsdp2":
+            add("fsdp2-streamed", learning_model_dir, boxed | STREAMED, environment)
         add(f"{kind}-quantized", untied, quantized, environment, QUANTIZED)
         add(f"{kind}-distilled", learning_model_dir, DISTILLED | IN_PACKS, environment, DISTILLATION)
         add(f"{kind}-started", untied, keys | started, environment)
@@ -397,6 +411,7 @@ def test_processes_that_split_the_tokens_of_packs_learn_what_whole_rows_teach(sp
     ("name", "keys"),
     [
         ("fp8", ("reward", "kl", "entropy", "grad_norm", "loss")),
+        ("fused", ("reward", "kl", "entropy", "grad_norm", "loss")),
         ("quantized", ("reward", "kl", "entropy", "grad_norm", "loss")),
         ("started", ("reward", "kl", "grad_norm", "loss")),
         ("fine-tuned", ("loss", "grad_norm")),
@@ -404,8 +419,8 @@ def test_processes_that_split_the_tokens_of_packs_learn_what_whole_rows_teach(sp
     ],
 )
 def test_every_lever_on_a_split_base_computes_what_it_computes_on_a_whole_one(split, kind, name, keys):
-    """FP8 products in packs with shared prompts, quantization-aware GRPO, a reference that the run started from,
-    fine-tuning, and a quantized distillation."""
+    """FP8 products in packs with shared prompts, fused adapters, quantization-aware GRPO, a reference that the run
+    started from, fine-tuning, and a quantized distillation."""
     whole, run = split.run(name), split.run(f"{kind}-{name}")
     assert_equal_figures(run, whole, keys)
     assert_equal_adapters(run, whole)
@@ -422,6 +437,17 @@ def test_quantized_training_under_zero2_is_that_of_ddp(split, name, keys):
     whole, run = split.run(name), split.run(f"zero2-{name}")
     assert_equal_figures(run, whole, keys)
     assert_equal_adapters(run, whole)
+
+
+@pytest.mark.parametrize("name", ["streamed", "fsdp2-streamed"])
+def test_two_processes_that_stream_learn_what_they_learn_from_a_whole_batch(split, name):
+    whole, run = split.run("boxed"), split.run(name)
+    assert_equal_figures(run, whole, ("reward", "reward_std", "kl", "entropy", "grad_norm", "loss", "sampler_k3"))
+    assert_equal_adapters(run, whole)
+    assert all(row["grad_norm"] > 0 and row["seconds"]["rollout_hidden"] >= 0 for row in rows(run, "metrics.jsonl"))
+    sampled, expected = (rows(one, "completions/step-000002.jsonl") for one in (run, whole))
+    assert [row["completion"] for row in sampled] == [row["completion"] for row in expected]
+    assert [row["advantage"] for row in sampled] == pytest.approx([row["advantage"] for row in expected])
 
 
 def test_a_bit_that_changes_in_one_process_is_found_by_all(split):

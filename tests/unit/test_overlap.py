@@ -42,13 +42,12 @@ KEYS |= {"reward.options": "{}"}
 OVERLAP_ONLY = ("adapter_version", "policy_lag", "sync_seconds")
 
 
-@pytest.fixture(scope="module")
-def replica(learning_model_dir) -> Iterator[FakeReplica]:
-    """Answers some samples of every prompt in a box; `started` and `ended` are the requests in order."""
+def boxing_replica(model: Path) -> FakeReplica:
+    """A stand-in for a replica of a model that answers some samples of every prompt in a box, always the same."""
     from kit.weights.frozen_base import hash_base, load_nf4
 
-    names = AutoTokenizer.from_pretrained(learning_model_dir)
-    base = hash_base(load_nf4(learning_model_dir, dtype="float32", double_quantization=True, device="cpu"))
+    names = AutoTokenizer.from_pretrained(model)
+    base = hash_base(load_nf4(model, dtype="float32", double_quantization=True, device="cpu"))
     found = FakeReplica(base_hash=base["hash"], tokenizer_hash=tokenizer_hash(names), vocab_size=len(names))
     end = [names.eos_token_id]
     plain, boxed = (names.encode(text, add_special_tokens=False) + end for text in ("4", "\\boxed{4}"))
@@ -63,6 +62,12 @@ def replica(learning_model_dir) -> Iterator[FakeReplica]:
         return {"version": body["version"], "samples": samples}
 
     found.answer_all = found.before["generate"] = answer
+    return found
+
+
+@pytest.fixture(scope="module")
+def replica(learning_model_dir) -> Iterator[FakeReplica]:
+    found = boxing_replica(learning_model_dir)
     yield found
     found.stop()
 

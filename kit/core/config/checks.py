@@ -21,6 +21,7 @@ from kit.core.config import (
     sharding_rules,
     share_rules,
     speculation_rules,
+    stream_rules,
     trl_rules,
 )
 from kit.core.config.schema import Config, limit_faults
@@ -68,6 +69,7 @@ def check_config(config: Config, processes: int) -> None:
         *_compute(config),
         *_micro_batches(config),
         *sequence_rules.faults(config, processes),
+        *stream_rules.faults(config, processes, uses_deepspeed()),
         *environment_rules.faults(config, sharding_rules.announced()),
         *(distill_rules.faults(config) if config.distill.is_given else []),
         *(sft_rules.faults(config, processes) if config.sft.is_given else []),

@@ -183,6 +183,12 @@ class RolloutConfig:
         "half of the free memory",
     )
     overlap: bool = _option(False, "generate the next batch during the update: off-policy lag of one step, corrected")
+    stream_groups: int | None = _option(
+        None,
+        "update with groups while the servers generate the others, as soon as each process has so many; null: with "
+        "all at once",
+        FROM_1,
+    )
     resample_rounds: int = _option(
         0, "dynamic sampling: rounds per step that replace groups without signal by fresh problems; 0 = off", FROM_0
     )
