@@ -8,7 +8,8 @@
 #
 # A round is a JSON for each part: PARTS_AB and PARTS_CD choose and order them: stock_A (colocated on both cards),
 # default_A (its server on a card of its own), our_A (both cards in turn), over_A (overlapped), ours_AB and ours_CD (a
-# server for all of them). OUT and WORK are the folders of results and of the model, PAIR_AB and PAIR_CD the cards;
+# server for all of them), update (bench_update.py on the first card, Unsloth too with UNSLOTH_PATH), flashinfer (wait
+# for its kernels). OUT and WORK are the folders of results and of the model, PAIR_AB and PAIR_CD the cards;
 # what still runs after END_S seconds ends. With FLASHINFER_PATH, a folder to import it from, `prepare` compiles its
 # kernels, and our servers use it once they are there. Cards of 80 GB get other settings: packs of half the length,
 # smaller micro-batches of stock's.
@@ -20,11 +21,11 @@ mkdir -p "$W" "$OUT"
 GIB=${GIB:-$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null | awk '{print int($1 / 1024)}')}
 V=${V:-fp8+liger+shared+none+adamw_fused+cudnn}
 if [ "${GIB:-141}" -lt 100 ]; then
-    V=$V+train.micro_batch_tokens=8704 VC=${V/none/auto}
+    V=$V+train.micro_batch_tokens=8704 VB=${V/none/auto}
     BEST_A=stock+both+none+micro=2 BEST_B=stock+both+none+micro=1 BEST_C=stock+both+micro=2+share=.6 BEST_D=stock+both
     KV_AB=14 KV_C=15 KV_D=11 KV_OVER_C=42
 else
-    VC=$V
+    VB=$V
     BEST_A=stock+both+none BEST_B=stock+both+none+micro=4 BEST_C=stock+both+none+micro=1 BEST_D=stock+both+none+micro=2
     KV_AB=16 KV_C=22 KV_D=22 KV_OVER_C=43
 fi
@@ -58,14 +59,21 @@ part() { # part CARDS NAME
     case $2 in
         stock_[A-D]) step "$1" "$2" --loads "${2#stock_}" $WARM --stock_sides "${!best}" ;;
         default_[A-D]) step "$1" "$2" --loads "${2#default_}" $WARM ;;
-        ours_AB) ours "$1" "$2" "A B" $KV_AB "$V+both" "$V+overlap" ;;
-        our_[AB]) ours "$1" "$2" "${2#our_}" $KV_AB "$V+both" ;;
+        ours_AB) ours "$1" "$2" "A B" $KV_AB "$VB+both" "$V+overlap" ;;
+        our_[AB]) ours "$1" "$2" "${2#our_}" $KV_AB "$VB+both" ;;
         over_[AB]) ours "$1" "$2" "${2#over_}" $KV_AB "$V+overlap" ;;
-        ours_CD) ours "$1" "$2" "C D" $KV_C "$VC+both" ;;
-        our_C) ours "$1" "$2" C $KV_C "$VC+both" ;;
-        our_D) ours "$1" "$2" D $KV_D "$V+both" ;;
+        ours_CD) ours "$1" "$2" "C D" $KV_C "$VB+both" ;;
+        our_C) ours "$1" "$2" C $KV_C "$VB+both" ;;
+        our_D) ours "$1" "$2" D $KV_D "$VB+both" ;;
         over_C) ours "$1" "$2" C $KV_OVER_C "$V+overlap" ;;
         over_D) ours "$1" "$2" D $KV_D "$V+overlap" ;;
+        update)
+            CUDA_VISIBLE_DEVICES=${1%%,*} $PYTHON bench/bench_update.py --cases ${UNSLOTH_PATH:+unsloth} plain "$V" \
+                --targets qkvo all --batches 8x2048 ${UNSLOTH_PATH:+--unsloth_path "$UNSLOTH_PATH"} --limit_s 180 \
+                --out "$OUT/update_one-$ROUND.json" >"$W/update-$ROUND.log" 2>&1
+            tail -12 "$W/update-$ROUND.log" | cut -c1-200
+            ;;
+        flashinfer) until [ -f "$W/flashinfer.log.end" ] || [ "$SECONDS" -gt "$END_S" ]; do sleep 1; done ;;
         *) echo "there is no part $2" ;;
     esac
 }
@@ -83,6 +91,7 @@ compile() { # FlashInfer's kernels, by an engine that needs them
     VLLM_HAS_FLASHINFER_CUBIN=1 PYTHONPATH=$FLASHINFER_PATH:${PYTHONPATH:-} CUDA_VISIBLE_DEVICES=${COMPILE_CARD:-3} MAX_JOBS=40 nice $PYTHON \
         bench/decode_profile.py --shape 8b --sequences 32 --kv_gib 2 --new 256 --share .3 --variants fp8+kv+flashinfer \
         --out "$W/flashinfer.json" >"$W/flashinfer.log" 2>&1 && grep -q '"rows"' "$W/flashinfer.json" && touch "$W/flashinfer"
+    touch "$W/flashinfer.log.end"
     if [ -f "$W/flashinfer" ]; then echo "FlashInfer: ready after $SECONDS s"; else echo "FlashInfer: failed"; tail -5 "$W/flashinfer.log"; fi
 }
 
@@ -96,7 +105,7 @@ for word in "$@"; do
             ;;
         ab) pair "${PAIR_AB:-0,1}" ${PARTS_AB:-stock_A stock_B ours_AB} & ;;
         cd) pair "${PAIR_CD:-2,3}" ${PARTS_CD:-stock_D stock_C our_C our_D over_C} & ;;
-        table) wait && $PYTHON bench/step/step_table.py "$OUT"/*_*-*.json ;;
+        table) wait && (shopt -s nullglob; $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over}_*.json) ;;
         *) echo "there is no $word"; exit 2 ;;
     esac
 done
