@@ -7,7 +7,7 @@
 #   REHEARSE=--rehearse bash bench/step_best.sh prepare ab table       # a tiny shape on a CPU
 #
 # A round is a JSON for each part: PARTS_AB and PARTS_CD choose and order them: stock_A (colocated on both cards),
-# default_A (its server on a card of its own), our_A (both cards in turn), over_A (overlapped), ours_AB and ours_CD (a
+# default_A (its server on a card of its own), our_A (both cards in turn), over_A (overlapped), stream_B, ours_AB and ours_CD (a
 # server for all of them), update (bench_update.py on the first card, Unsloth too with UNSLOTH_PATH), flashinfer (wait
 # for its kernels). OUT and WORK are the folders of results and of the model, PAIR_AB and PAIR_CD the cards;
 # what still runs after END_S seconds ends. With FLASHINFER_PATH, a folder to import it from, `prepare` compiles its
@@ -30,6 +30,8 @@ else
     KV_AB=16 KV_C=22 KV_D=22 KV_OVER_C=43
 fi
 
+STREAM=rollout.stream_groups=2 # the update begins with the first groups, strictly on-policy
+
 step() { # step CARDS NAME words...: bench_step.py within the time that is left
     local cards=$1 name=$2 left=$((END_S - SECONDS))
     shift 2
@@ -48,7 +50,9 @@ ours() { # ours CARDS NAME LOADS KV words...: rows of ours with these levers, by
         export VLLM_HAS_FLASHINFER_CUBIN=1 # or vLLM asks a server on the internet before it takes XQA
         keys="$keys+server.vllm={attention_backend: FLASHINFER}" path=$FLASHINFER_PATH:$path
     fi
-    for levers in "$@"; do variants+=("$levers+$keys"); done
+    for levers in "$@"; do # levers, or levers@LOADS
+        case $levers in *@*) variants+=("${levers%@*}+$keys@${levers##*@}") ;; *) variants+=("$levers+$keys") ;; esac
+    done
     PYTHONPATH=$path step "$cards" "$name" --loads $loads $WARM --stock_sides --variants "${variants[@]}"
 }
 
@@ -59,9 +63,10 @@ part() { # part CARDS NAME
     case $2 in
         stock_[A-D]) step "$1" "$2" --loads "${2#stock_}" $WARM --stock_sides "${!best}" ;;
         default_[A-D]) step "$1" "$2" --loads "${2#default_}" $WARM ;;
-        ours_AB) ours "$1" "$2" "A B" $KV_AB "$VB+both" "$V+overlap" ;;
+        ours_AB) ours "$1" "$2" "A B" $KV_AB "$VB+both" "$VB+both+$STREAM@B" "$V+$STREAM@B" "$V+overlap" ;;
         our_[AB]) ours "$1" "$2" "${2#our_}" $KV_AB "$VB+both" ;;
         over_[AB]) ours "$1" "$2" "${2#over_}" $KV_AB "$V+overlap" ;;
+        stream_B) ours "$1" "$2" B $KV_AB "$VB+both+$STREAM" "$V+$STREAM" ;;
         ours_CD) ours "$1" "$2" "C D" $KV_C "$VB+both" ;;
         our_C) ours "$1" "$2" C $KV_C "$VB+both" ;;
         our_D) ours "$1" "$2" D $KV_D "$VB+both" ;;
@@ -105,7 +110,7 @@ for word in "$@"; do
             ;;
         ab) pair "${PAIR_AB:-0,1}" ${PARTS_AB:-stock_A stock_B ours_AB} & ;;
         cd) pair "${PAIR_CD:-2,3}" ${PARTS_CD:-stock_D stock_C our_C our_D over_C} & ;;
-        table) wait && (shopt -s nullglob; $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over}_*.json) ;;
+        table) wait && (shopt -s nullglob; $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over,stream}_*.json) ;;
         *) echo "there is no $word"; exit 2 ;;
     esac
 done
