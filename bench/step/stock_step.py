@@ -93,7 +93,7 @@ def recorder() -> Any:
     from transformers import TrainerCallback
 
     class Record(TrainerCallback):
-        """Tokens are summed over all processes, which have equally many each."""
+        """Tokens are summed over all processes; seconds are those of the first."""
 
         ended = time.perf_counter()
 
@@ -109,8 +109,11 @@ def recorder() -> Any:
             synchronize()
             now = time.perf_counter()
             found = {name: round(value, 3) for name, value in seconds.items()}
-            for name in ("completion_tokens", "prompt_tokens"):
-                found[name] *= args.world_size
+            if args.world_size > 1:
+                names = ("completion_tokens", "prompt_tokens")
+                counts = torch.tensor([found[name] for name in names], dtype=torch.float64, device=args.device)
+                torch.distributed.all_reduce(counts)
+                found |= dict(zip(names, counts.tolist(), strict=True))
             cuda = torch.cuda.is_available()
             found |= {"number": state.global_step, "step": round(now - self.ended, 3)}
             found["update"] = found["training_step"] - found["score"] + found["optimizer"]
