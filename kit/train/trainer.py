@@ -532,8 +532,6 @@ class PolicyTrainer(GRPOTrainer):
         """As `sample`, in batches of whole groups that have finished while the servers generate the others. The step's
         metrics are logged with the last."""
         self._note_problems(rows)
-        if self.heldout and self.heldout.is_due(self.state.global_step + 1):
-            self._measure_heldout()
         prompt_ids = self._token_ids([row["prompt"] for row in rows])
         sampler, least = cast(StreamSampler, self.sampler), self.config.rollout.stream_groups
         parts, batches, advantages, found = list[Part](), list[dict](), list[torch.Tensor](), None
@@ -556,6 +554,8 @@ class PolicyTrainer(GRPOTrainer):
                     self.figures.note_peak("rollout")
                     whole, order = joined(parts, self.accelerator)
                     self._log_drawn(whole)
+                    if self.heldout and self.heldout.is_due(self.state.global_step + 1):
+                        self._measure_heldout()
                     self._log_pending()
                     self._note_sampled(whole, self.accelerator.gather(torch.cat(advantages)[order]))
                     self._buffered_inputs = batches

@@ -258,6 +258,30 @@ def test_the_next_batch_is_generated_behind_the_update(
         print({name: row["seconds"].get(name) for name in ("step", "rollout", "rollout_hidden", "update", "heldout")})
 
 
+def test_the_first_groups_are_learned_from_while_the_server_generates_the_others(
+    served, recipe, recipe_arguments, learning_model_dir, tmp_path, read_jsonl
+):
+    run, steps = RunDir(tmp_path / "run"), 4
+    keys = {
+        **served.keys,
+        "run.name": "streamed",
+        "rollout.stream_groups": 1,
+        "train.micro_batch_tokens": 512,
+        "train.max_steps": steps,
+        "watch.eval_every": 3,
+        "watch.eval_problems": 8,
+    }
+    done = recipe(recipe_arguments(learning_model_dir, run.path, keys | {"train.learning_rate": "1e-3"}))
+    assert done.code == 0, done.err
+    rows = read_jsonl(run.metrics_file)
+    assert [row["policy_lag"] for row in rows] == [0] * steps, "strictly on-policy"
+    assert all(row["reward"] is not None and 0 <= row["sampler_k3"] < 1e-2 for row in rows), rows
+    assert all(0 < row["canary_delta"] < 0.1 for row in rows)
+    assert served.replica.info()["served"]["version"] == steps - 1
+    assert [row["heldout_accuracy"] is not None for row in rows] == [True, False, True, False]
+    assert sum(row["seconds"]["rollout_hidden"] for row in rows) > 0
+
+
 def test_a_server_of_another_base_is_refused(served, recipe, recipe_arguments, learning_model_dir, tmp_path):
     # The same architecture and tokenizer: only the hash of the base can tell before the first rollout.
     other = shutil.copytree(learning_model_dir, tmp_path / "other")
