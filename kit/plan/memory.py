@@ -725,7 +725,8 @@ def server_memory(parts: dict[str, float], config: Config) -> Estimate:
 def asleep_memory(parts: dict[str, float]) -> Estimate:
     """Memory that a sleeping replica keeps: its copy of the base, if it is on the card, context, CUDA graphs, and
     FlashInfer's buffers."""
-    kept = parts.get("copy of the base", 0.0) + parts.get(FLASHINFER, 0.0) + value("asleep_gib")
+    kept = parts.get("copy of the base", 0.0) + value("asleep_gib")
+    kept += parts.get(FLASHINFER, 0.0)
     return Estimate(kept * 0.7, kept, kept * 1.3)
 
 

@@ -332,6 +332,8 @@ def test_a_plan_counts_the_larger_cache_and_flashinfers_buffers():
     parts, before = (memory.server_parts(SHAPE, one, card) for one in (chosen, plain))
     assert parts[memory.FLASHINFER] == pytest.approx((394 + 512) / 1024) and memory.FLASHINFER not in before
     assert before["KV cache"] - parts["KV cache"] == pytest.approx(parts[memory.FLASHINFER])
+    kept = memory.asleep_memory(parts).expected - memory.asleep_memory(before).expected
+    assert kept == pytest.approx(parts[memory.FLASHINFER])
     short = config(rollout={"max_completion_length": 1024})
     assert memory.FLASHINFER not in memory.server_parts(SHAPE, short, card)
     (other,) = parse_gpus("l40s")[:1]
