@@ -1,16 +1,17 @@
 """What `server.kv_cache` is on this machine: the flags of vLLM, and why.
 
 `fastest` needs compiled kernels of FlashInfer. On Hopper vLLM decodes by its XQA kernel and reads prompts by its
-FlashAttention 3 kernel. flashinfer-python 0.6 has the sources of both, which are built for each model's heads: in
-package flashinfer-jit-cache, or by nvcc at the first start, into a folder below the home directory. vLLM takes XQA
-only with package flashinfer-cubin, or a network that reaches NVIDIA's.
+FlashAttention 3 kernel. flashinfer-python has the sources of both, which are built for each model's heads: in package
+flashinfer-jit-cache, or by nvcc at the first start, into a folder below the home directory. vLLM takes XQA only with
+package flashinfer-cubin, or where it reaches NVIDIA's server. Read in vLLM 0.31 and in FlashInfer 0.6.14, which
+vLLM 0.26 requires, to 0.7.0, which vLLM 0.31 does.
 """
 
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib import metadata, util
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kit.core.config.cache_rules import model_dtype_because as because
 from kit.core.config.schema import Config
 from kit.core.limits import BATCHED_TOKENS, flashinfer_gib
 
+PYTHON, CUBINS, JIT_CACHE = "flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache"
 # A start with server.kv_cache fastest compiles kernels only if the run waits this long for its servers.
 COMPILE_S = 900
 # FlashInfer's names of the two kernels (flashinfer/jit/xqa.py, jit/attention/modules.py) for BF16 and an FP8 cache;
@@ -35,13 +37,17 @@ PREFILL = (
 
 @dataclass(frozen=True)
 class FlashInfer:
-    """Installed packages of FlashInfer by version (None: missing), folders of compiled kernels, and a compiler."""
+    """Installed packages of FlashInfer, name and version, folders of compiled kernels, and whether there is a
+    compiler. `vouched` is vLLM's variable for cubins that are there without their package."""
 
-    version: str | None = None
-    cubins: str | None = None
-    jit_cache: str | None = None
+    packages: dict[str, str] = field(default_factory=dict)
     compiled: tuple[Path, ...] = ()
     has_compiler: bool = False
+    vouched: bool = False
+
+    @property
+    def version(self) -> str | None:
+        return self.packages.get(PYTHON)
 
     def has_kernels(self, attention: Attention) -> bool:
         """Whether both kernels of a model's heads are compiled."""
@@ -54,17 +60,17 @@ class FlashInfer:
     def fault(self, attention: Attention, wait_s: float) -> str:
         """Why vLLM cannot start by FlashInfer here without a long compilation, and the fix; empty if it can."""
         if self.version is None:
-            return "flashinfer-python is not installed. Install vLLM's requirements"
-        if self.cubins is None:
-            return f"flashinfer-cubin is not installed. Install flashinfer-cubin=={self.version}"
-        for name, found in (("flashinfer-cubin", self.cubins), ("flashinfer-jit-cache", self.jit_cache)):
+            return f"{PYTHON} is not installed. Install vLLM's requirements"
+        if CUBINS not in self.packages and not self.vouched:
+            return f"{CUBINS} is not installed. Install {CUBINS}=={self.version}"
+        for name, found in self.packages.items():
             # The jit cache's version ends with that of CUDA: 0.6.14+cu130.
-            if found is not None and found.partition("+")[0] != self.version.partition("+")[0]:
-                return f"{name} {found} is not of flashinfer-python {self.version}. Install the same version of both"
+            if found.partition("+")[0] != self.version.partition("+")[0]:
+                return f"{name} {found} is not of {PYTHON} {self.version}. Install the same version of both"
         if self.has_kernels(attention) or (self.has_compiler and wait_s >= COMPILE_S):
             return ""
         group = f"groups of {attention.heads // attention.kv_heads} heads of {attention.head_dim}"
-        install = f"Install flashinfer-jit-cache=={self.version}"
+        install = f"Install {JIT_CACHE}=={self.version}"
         if self.has_compiler:
             install += f", or let one start compile them: --rollout.server_wait_s {COMPILE_S}"
         return f"FlashInfer's kernels for {group} are not compiled here. {install}"
@@ -95,23 +101,29 @@ class Choice:
 
 def installed_flashinfer() -> FlashInfer:
     """What this environment, which is the servers', has of FlashInfer; nothing is imported."""
-    version = _version("flashinfer-python")
-    folders: list[Path] = []
-    for package, inside in (("flashinfer_jit_cache", "jit_cache"), ("flashinfer", "data/aot")):
-        spec = util.find_spec(package)
-        folders += [Path(place) / inside for place in (spec.submodule_search_locations if spec else None) or ()]
-    if version is not None:
+    packages: dict[str, str] = {}
+    folders: set[Path] = set()
+    for one in metadata.distributions():
+        name = str(one.metadata["Name"]).replace("_", "-").lower()
+        # Before 0.7 one package has the kernels of all GPUs, since then there is one per compute capability.
+        has_kernels = name == JIT_CACHE or (name.startswith(f"{JIT_CACHE}-") and "90" in name)
+        if name in (PYTHON, CUBINS) or has_kernels:
+            packages.setdefault(name, one.version)
+        if has_kernels:
+            folders |= {
+                Path(str(one.locate_file(file))).parents[1] for file in one.files or () if file.suffix == ".so"
+            }
+    if version := packages.get(PYTHON):
         home = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
         # A folder per set of GPUs: 90a, 90a_100a.
-        folders += sorted((home / ".cache/flashinfer" / version).glob("*90*/cached_ops"))
+        folders |= set((home / ".cache/flashinfer" / version).glob("*90*/cached_ops"))
     cuda = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     has_nvcc = bool(shutil.which("nvcc")) or os.access(Path(cuda) / "bin/nvcc", os.X_OK)
     return FlashInfer(
-        version=version,
-        cubins=_version("flashinfer-cubin"),
-        jit_cache=_version("flashinfer-jit-cache"),
-        compiled=tuple(folders),
+        packages=packages,
+        compiled=tuple(sorted(folders)),
         has_compiler=has_nvcc and bool(shutil.which("ninja")),
+        vouched=os.environ.get("VLLM_HAS_FLASHINFER_CUBIN", "0") not in ("", "0"),
     )
 
 
@@ -140,15 +152,8 @@ def choose(
     if fault := found.fault(attention, config.rollout.server_wait_s):
         return Choice(MODEL_DTYPE, reason=f"{key}: {fault} for faster long completions")
     length = config.rollout.max_completion_length
-    reason = f"{key}: completions of {length:,} tokens on {cards[0][0]}, flashinfer-python {found.version}"
+    reason = f"{key}: completions of {length:,} tokens on {cards[0][0]}, {PYTHON} {found.version}"
     if not found.has_kernels(attention):
         reason += ", which compiles its kernels at this start, for minutes"
     tokens = config.server.vllm.get("max_num_batched_tokens") or BATCHED_TOKENS
     return Choice(FP8, FLASHINFER, reason, flashinfer_gib(attention.heads * attention.head_dim, tokens))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ class Plan:
     options: Options
     environment: dict[str, str]
     log: Path
-    kv_cache: str = ""  # its dtype and attention, and why
+    kv_cache: str = field(default="", kw_only=True)  # its dtype and attention, and why
 
     @property
     def command(self) -> list[str]:

@@ -23,7 +23,7 @@ PACK_CHUNK = 1 << 22  # weights packed to INT4 at once, 15 bytes each
 # float32 those that it verifies, all of them in order, those of the returned tokens, and their log-probs.
 DRAFT_BYTES = 18
 
-# FlashInfer's buffers in vLLM 0.26 to 0.31 (v1/attention/backends/flashinfer.py), taken after vLLM has measured the
+# FlashInfer's buffers in vLLM 0.31 (v1/attention/backends/flashinfer.py), taken after vLLM has measured the
 # memory: one of this size for decoding, one for prompts, at least as large.
 FLASHINFER_GIB = 394 / 1024
 FLASHINFER_BYTES = 16  # of the second, per value of the queries of a forward pass

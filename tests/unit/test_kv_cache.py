@@ -58,9 +58,10 @@ def installed(tmp_path):
     """FlashInfer with the kernels of Qwen3-8B's heads, and another version of any part."""
     folder = compiled(tmp_path / "kernels")
 
-    def make(**changes) -> FlashInfer:
-        found = {"version": "0.6.14", "cubins": "0.6.14", "jit_cache": "0.6.14+cu130", "compiled": (folder,)}
-        return FlashInfer(**found | changes)
+    def make(packages: dict | None = None, **changes) -> FlashInfer:
+        found = {"flashinfer-python": "0.6.14", "flashinfer-cubin": "0.6.14", "flashinfer-jit-cache": "0.6.14+cu130"}
+        there = {name: version for name, version in (found | (packages or {})).items() if version}
+        return FlashInfer(there, **{"compiled": (folder,)} | changes)
 
     return make
 
@@ -140,10 +141,16 @@ def test_elsewhere_the_cache_stays_in_the_models_dtype_with_the_reason(groups, c
 @pytest.mark.parametrize(
     ("packages", "reason"),
     [
-        ({"version": None}, "flashinfer-python is not installed. Install vLLM's requirements"),
-        ({"cubins": None}, "flashinfer-cubin is not installed. Install flashinfer-cubin==0.6.14"),
-        ({"cubins": "0.6.13"}, "flashinfer-cubin 0.6.13 is not of flashinfer-python 0.6.14"),
-        ({"jit_cache": "0.6.1+cu130"}, "flashinfer-jit-cache 0.6.1+cu130 is not of flashinfer-python 0.6.14"),
+        ({"packages": {"flashinfer-python": None}}, "flashinfer-python is not installed. Install vLLM's requirements"),
+        (
+            {"packages": {"flashinfer-cubin": None}},
+            "flashinfer-cubin is not installed. Install flashinfer-cubin==0.6.14",
+        ),
+        ({"packages": {"flashinfer-cubin": "0.6.13"}}, "flashinfer-cubin 0.6.13 is not of flashinfer-python 0.6.14"),
+        (
+            {"packages": {"flashinfer-jit-cache": "0.6.1+cu130"}},
+            "flashinfer-jit-cache 0.6.1+cu130 is not of flashinfer-python 0.6.14",
+        ),
         ({"compiled": ()}, "groups of 4 heads of 128 are not compiled here. Install flashinfer-jit-cache==0.6.14 for"),
         (
             {"compiled": (), "has_compiler": True},
@@ -205,7 +212,7 @@ def environment(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
 
-    def add(name: str, version: str) -> Path:
+    def add(name: str, version: str, *kernels: str) -> None:
         info = site / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -213,7 +220,10 @@ def environment(tmp_path, monkeypatch):
         package.mkdir()
         # Importing it would initialize CUDA, or raise for a version that does not fit.
         (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
-        return package
+        if kernels:
+            compiled(package / "jit_cache", *kernels)
+        files = [file for file in package.rglob("*") if file.is_file()]
+        (info / "RECORD").write_text("".join(f"{file.relative_to(site)},,\n" for file in files))
 
     def tool(name: str, folder: Path = path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -228,7 +238,8 @@ def test_packages_kernels_and_compiler_are_found_without_importing_them(environm
     environment.add("flashinfer-python", "0.6.14")
     environment.add("flashinfer-cubin", "0.6.14")
     found = installed_flashinfer()
-    assert (found.version, found.cubins, found.jit_cache, found.has_compiler) == ("0.6.14", "0.6.14", None, False)
+    assert found.packages == {"flashinfer-python": "0.6.14", "flashinfer-cubin": "0.6.14"}
+    assert not found.has_compiler and not found.vouched
     assert choose(config(), False, H200, QWEN3_8B).backend is None
     # In the folder of FlashInfer's own cache: of another version, then of another card, then of this one.
     for place in ("0.6.13/90a", "0.6.14/100a"):
@@ -238,11 +249,27 @@ def test_packages_kernels_and_compiler_are_found_without_importing_them(environm
     assert choose(config(), False, H200, QWEN3_8B).backend == "FLASHINFER"
 
 
-def test_the_package_of_compiled_kernels_is_found(environment):
+@pytest.mark.parametrize(
+    ("version", "package", "is_found"),
+    [
+        ("0.6.14", "flashinfer-jit-cache", True),
+        ("0.7.0.post1", "flashinfer-jit-cache-sm90a", True),
+        ("0.7.0.post1", "flashinfer-jit-cache-sm100a", False),
+    ],
+)
+def test_the_package_of_compiled_kernels_is_found(environment, version, package, is_found):
+    environment.add("flashinfer-python", version)
+    environment.add("flashinfer-cubin", version)
+    environment.add(package, f"{version}+cu130", XQA.format(128, 4, False), FA3)
+    assert (installed_flashinfer().packages.get(package) == f"{version}+cu130") == is_found
+    assert choose(config(), False, H200, QWEN3_8B).backend == ("FLASHINFER" if is_found else None)
+
+
+def test_cubins_may_be_there_without_their_package(environment, monkeypatch):
     environment.add("flashinfer-python", "0.6.14")
-    environment.add("flashinfer-cubin", "0.6.14")
-    compiled(environment.add("flashinfer-jit-cache", "0.6.14+cu130") / "jit_cache")
-    assert installed_flashinfer().jit_cache == "0.6.14+cu130"
+    environment.add("flashinfer-jit-cache", "0.6.14+cu130", XQA.format(128, 4, False), FA3)
+    assert "flashinfer-cubin is not installed" in choose(config(), False, H200, QWEN3_8B).reason
+    monkeypatch.setenv("VLLM_HAS_FLASHINFER_CUBIN", "1")  # vLLM's own variable
     assert choose(config(), False, H200, QWEN3_8B).backend == "FLASHINFER"
 
 
