@@ -94,9 +94,7 @@ class Choice:
     @property
     def text(self) -> str:
         """Dtype, backend and reason in a line."""
-        return (
-            f"{called(self.dtype, self.backend)}, {self.reason}" if self.reason else called(self.dtype, self.backend)
-        )
+        return ", ".join(filter(None, (called(self.dtype, self.backend), self.reason)))
 
 
 def installed_flashinfer() -> FlashInfer:
