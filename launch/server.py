@@ -134,7 +134,7 @@ def describe(config: Config, found: list[Plan], manifest: dict, vllm: Installed,
     held += " as W8A16 (forced)" if server.force_w8a16 else ""
     print(
         f"vLLM {vllm.version}: {directory} ({called} base {str(manifest.get('base_hash'))[:12]}) as {held}, "
-        f"KV cache {server.kv_cache}, sync by {way}"
+        f"KV cache {next((one.kv_cache for one in found), server.kv_cache)}; sync by {way}"
     )
     if text := unmeasured(not vllm.is_cpu):
         print(warning(text))

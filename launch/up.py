@@ -210,6 +210,8 @@ def describe(start: Start) -> str:
     for plan in start.servers:
         gpus = f"GPU {', '.join(plan.gpus)}" if plan.gpus else "the CPU"
         lines.append(f"server   {plan.url} on {gpus}, log {_short(plan.log)}")
+    if start.servers:
+        lines.append(f"KV cache {start.servers[0].kv_cache}")
     lines.append(
         f"trainer  {count} process{'es' * (count > 1)} on {on} by {start.launcher.path}, log "
         f"{_short(start.log('trainer'))}"
@@ -338,6 +340,8 @@ class Up:
         self.view.follow_steps(start.log("trainer"))
         manifest = check_base(config, start.arguments[1]) if start.vllm else {}
         found = server_plans(config, start.vllm, start.placement) if start.base else start.servers
+        if start.base and found and found[0].kv_cache != start.servers[0].kv_cache:
+            self.view.say(f"KV cache {found[0].kv_cache}")
         key = own_key(start.run) if found else contextlib.nullcontext()
         with key, Replicas(found, prefix=leash(), look=self.look) as self.servers:
             try:

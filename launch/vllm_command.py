@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from kit.rollout.server.base_copy import copy_bytes, has_copy
 from kit.rollout.server.cpu_sampler import CPU_SAMPLER, CPU_TESTED
 from kit.rollout.server.versions import NF4_COPY, QUANTIZED_INPUTS, REMERGE, SHARE_BASE
 from kit.weights.wrapped import LANGUAGE
+from launch import kv_cache
 
 ROOT = Path(__file__).parents[1]
 BY_INPUTS = ("o_proj", "down_proj", "out_proj")  # layers whose inputs tensor parallelism divides
@@ -140,6 +141,7 @@ class Plan:
     options: Options
     environment: dict[str, str]
     log: Path
+    kv_cache: str = field(default="", kw_only=True)  # its dtype and attention, and why
 
     @property
     def command(self) -> list[str]:
@@ -281,7 +283,8 @@ def plans(
     faults += [*_unservable(config, vllm), *_flags(config)]
     for name, capability in cards if not formats else ():
         faults += card_rules.server_faults(config, name, capability)
-    memory = _memory(config, vllm, card_gib, faults)
+    cache = kv_cache.choose(config, vllm.is_cpu, cards, language_facts(config))
+    memory = _memory(config, vllm, card_gib, cache.extra_gib, faults)
     places = _places(config, faults)
     shares = _gpu_shares(config, vllm, gpus, faults)
     if faults:
@@ -295,12 +298,14 @@ def plans(
             gpus=share,
             options=dict[str, Any](model=str(base_directory(config).resolve()), host=host, port=port)
             | _options(config, vllm)
+            | cache.options
             | memory
             # Replicas with the same seed would sample the same completions.
             | {"seed": config.run.seed + number}
             | config.server.vllm,
             environment=_environment(config, vllm, share),
             log=(logs / log_name(url)).resolve(),
+            kv_cache=cache.text,
         )
         for number, ((url, host, port), share) in enumerate(zip(places, shares, strict=True))
     ]
@@ -315,7 +320,6 @@ def _options(config: Config, vllm: Installed) -> Options:
         "max_model_len": rollout.max_prompt_length + rollout.max_completion_length + 1,
         "max_num_seqs": server.max_num_seqs,
         "tensor_parallel_size": server.tensor_parallel,
-        "kv_cache_dtype": server.kv_cache,
     }
     if packed := format_rules.packed_of(config):
         facts = packed_config.quantization_config(packed, base_directory(config))
@@ -377,11 +381,13 @@ def router_names(directory: Path) -> list[str]:
     return sorted(name for name in names if name.rpartition(".")[0] in blocks and name not in quantized)
 
 
-def _memory(config: Config, vllm: Installed, card_gib: float | None, faults: list[str]) -> Options:
+def _memory(
+    config: Config, vllm: Installed, card_gib: float | None, attention_gib: float, faults: list[str]
+) -> Options:
     """vLLM's memory flags; what cannot work is added to `faults`.
 
     vLLM fills its share with KV cache before remerge reads its copy of the base, so the share of the copy and of the
-    layer being folded is subtracted first.
+    layer being folded is subtracted first, as are the buffers of the attention (`attention_gib`).
     """
     server = config.server
     if vllm.is_cpu:
@@ -390,8 +396,10 @@ def _memory(config: Config, vllm: Installed, card_gib: float | None, faults: lis
         size = int(server.kv_cache_gib * 2**30)
         return {"gpu_memory_utilization": server.gpu_memory_utilization, "kv_cache_memory_bytes": size}
     share = server.gpu_memory_utilization
+    if attention_gib and card_gib:
+        share = round(share - attention_gib / card_gib, 3)
     if config.server.speculation != "none" and card_gib:
-        vocabulary = _language_facts(config).get("vocab_size") or 0
+        vocabulary = language_facts(config).get("vocab_size") or 0
         share -= round(draft_gib(server.max_num_seqs, server.draft_tokens, vocabulary) / card_gib, 3)
     if config.rollout.sync == "remerge" and card_gib:
         copy_gib = 0.0
@@ -426,7 +434,7 @@ def _wrapper(config: Config) -> str | None:
     return kind if kind in LANGUAGE else None
 
 
-def _language_facts(config: Config) -> dict[str, Any]:
+def language_facts(config: Config) -> dict[str, Any]:
     """The config.json of the base's language model; empty if the base is not written yet."""
     facts = read_optional(base_directory(config) / "config.json", MODEL_CONFIG)
     return dict(facts.get("text_config") or facts)
@@ -545,7 +553,7 @@ def _packed_faults(config: Config, fmt: QuantFormat, vllm: Installed) -> list[st
 def _undraftable(config: Config, vllm: Installed) -> list[str]:
     """Errors about `server.speculation` with this model or this vLLM; empty if drafts are exact."""
     found, key = [], f"server.speculation is {config.server.speculation}"
-    layers = speculation_rules.recurrent_layers(_language_facts(config).get("layer_types") or ())
+    layers = speculation_rules.recurrent_layers(language_facts(config).get("layer_types") or ())
     if layers:
         found.append(
             f"{key} and the model has layers of {', '.join(layers)}, whose state vLLM {vllm.version} does not take "

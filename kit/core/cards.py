@@ -29,6 +29,7 @@ class Generation:
     mxfp8: str = ""  # the same of MXFP8, which no key of the kit serves
     attention: str = ""  # vLLM's first choice
     fp8_cache: bool = False  # server.kv_cache fp8
+    fp8_cache_wins: bool = False  # measured to be faster by FlashInfer (bench/STEP.md): server.kv_cache fastest
     flash: bool = False  # train.packed_attention flash
     cudnn: bool = False  # train.packed_attention cudnn
 
@@ -74,7 +75,14 @@ _AMPERE = replace(
 # vLLM's W8A8 kernels for FP8 blocks begin at 9.0, and it prefers Marlin's to Triton's.
 _ADA = replace(_AMPERE, name="Ada", capability=(8, 9), served=_FP8 | {"fp8_per_block": W8A16}, trainer_fp8=True)
 _HOPPER = replace(
-    _ADA, name="Hopper", capability=(9, 0), served=_FP8, w4a16="Machete", attention="FlashAttention 3", cudnn=True
+    _ADA,
+    name="Hopper",
+    capability=(9, 0),
+    served=_FP8,
+    w4a16="Machete",
+    attention="FlashAttention 3",
+    fp8_cache_wins=True,
+    cudnn=True,
 )
 # cuDNN has no kernels for concatenated sequences on 12.x.
 _BLACKWELL = replace(_ADA, name="Blackwell", capability=(12, 0), served=_FP8, nvfp4=W4A4, mxfp8=W8A8)

@@ -23,10 +23,21 @@ PACK_CHUNK = 1 << 22  # weights packed to INT4 at once, 15 bytes each
 # float32 those that it verifies, all of them in order, those of the returned tokens, and their log-probs.
 DRAFT_BYTES = 18
 
+# FlashInfer's buffers in vLLM 0.31 (v1/attention/backends/flashinfer.py), taken after vLLM has measured the
+# memory: one of this size for decoding, one for prompts, at least as large.
+FLASHINFER_GIB = 394 / 1024
+FLASHINFER_BYTES = 16  # of the second, per value of the queries of a forward pass
+BATCHED_TOKENS = 8192  # of a forward pass of a server on a GPU of 70 GiB or more, vLLM's default
+
 
 def draft_gib(sequences: int, draft_tokens: int, vocabulary: int) -> float:
     """GiB that a server keeps free to verify drafts: its own measurement at the start drafts hardly any."""
     return DRAFT_BYTES * sequences * draft_tokens * vocabulary / 2**30
+
+
+def flashinfer_gib(query_size: int, tokens: float) -> float:
+    """GiB of FlashInfer's buffers in a server: `query_size` is heads x head dimension, `tokens` those of a pass."""
+    return FLASHINFER_GIB + max(FLASHINFER_GIB, FLASHINFER_BYTES * tokens * query_size / 2**30)
 
 
 def fold_gib(experts: float) -> float:

@@ -392,7 +392,7 @@ def _server_candidates(layout: Layout, shared: bool) -> list[tuple[Keys, str]]:
         found.append((one, "one FP8 base for both, adapters served unmerged: slower rollouts"))
     if host:
         found.append((host, "a slower sync: the copy comes from host memory"))
-    if server.kv_cache == "auto" and (row is None or row.fp8_cache):
+    if server.kv_cache != "fp8" and (row is None or row.fp8_cache):
         half: Keys = {"server.kv_cache_gib": server.kv_cache_gib / 2} if server.kv_cache_gib else {}
         found.append(({"server.kv_cache": "fp8", **half}, "FP8 rounding of keys and values"))
     if (

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kit.core.config.base_rules import CALLED
+from kit.core.config.cache_rules import FASTEST, Attention, model_dtype_because
 from kit.core.config.recompute_rules import recomputed_layers
 from kit.core.config.schema import Config
 from kit.core.formats import packed_format, served_bytes
-from kit.core.limits import FOLD_CHUNK, FORMAT_GIB, PACK_CHUNK, SERVED_RANKS, draft_gib, fold_gib
+from kit.core.limits import FOLD_CHUNK, FORMAT_GIB, PACK_CHUNK, SERVED_RANKS, draft_gib, flashinfer_gib, fold_gib
 from kit.plan import quantized, teacher
 from kit.plan.coefficients import value
 from kit.plan.decoder import Experts, LinearAttention, Shape
@@ -47,6 +48,7 @@ DELTA_CHUNK = 64  # tokens; transformers 5.17 keeps two float32 states per chunk
 ROOM_FOR_KEPT = 0.5  # kept_weights.py: share of the memory that generation leaves free
 KEPT = "kept weights"
 DRAFTS = "logits of drafts"  # of a server with server.speculation
+FLASHINFER = "FlashInfer"  # buffers of a server that may choose it (server.kv_cache fastest)
 
 
 @dataclass(frozen=True)
@@ -634,6 +636,8 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     found["activations"] = max(activations, sampler) / GIB
     if server.speculation != "none":
         found[DRAFTS] = draft_gib(server.max_num_seqs, server.draft_tokens, shape.vocabulary)
+    if may_use_flashinfer(shape, config, card):
+        found[FLASHINFER] = flashinfer_gib(shape.q_size, tokens)
     if not server.enforce_eager and not card.is_cpu:
         scale = shape.layers / 36 * min(server.max_num_seqs, 512) / 256
         found["CUDA graphs"] = value("graph_gib") * scale
@@ -676,7 +680,16 @@ def cache_gib(shape: Shape, config: Config, card: Card, others: dict[str, float]
     return max(0.0, config.server.gpu_memory_utilization * card.gib - sum(others.values()) + unknown)
 
 
+def may_use_flashinfer(shape: Shape, config: Config, card: Card) -> bool:
+    """Whether a server on this card chooses an FP8 KV cache by `server.kv_cache: fastest`, if its machine has
+    FlashInfer's kernels, which a plan cannot know."""
+    is_plain = not (shape.windowed or shape.linear_attention or shape.soft_cap)
+    attention = Attention(shape.heads, shape.kv_heads, shape.head_dim, is_plain)
+    return config.server.kv_cache == FASTEST and not model_dtype_because(config, card.capability, attention)
+
+
 def kv_width(config: Config) -> int:
+    """Bytes of a value in the KV cache; `fastest` counts as the model's dtype, so the cache holds no less."""
     if config.server.kv_cache == "fp8":
         return 1
     return 4 if config.model.dtype == "float32" and config.server.weights == "bf16" else 2
@@ -710,8 +723,10 @@ def server_memory(parts: dict[str, float], config: Config) -> Estimate:
 
 
 def asleep_memory(parts: dict[str, float]) -> Estimate:
-    """Memory that a sleeping replica keeps: its copy of the base, if it is on the card, context and CUDA graphs."""
+    """Memory that a sleeping replica keeps: its copy of the base, if it is on the card, context, CUDA graphs, and
+    FlashInfer's buffers."""
     kept = parts.get("copy of the base", 0.0) + value("asleep_gib")
+    kept += parts.get(FLASHINFER, 0.0)
     return Estimate(kept * 0.7, kept, kept * 1.3)
 
 

@@ -82,6 +82,12 @@ def counted(layout: Layout) -> str | None:
             f"Replicas decode speculatively, {speculation_rules.called(drafts)}: {layout.server[memory.DRAFTS]:.2f} "
             "GiB for their logits. Seconds assume that none is accepted."
         )
+    if layout.server is not None and memory.FLASHINFER in layout.server:
+        found.append(
+            f"Replicas with FlashInfer's kernels serve an FP8 KV cache of twice the sequences (server.kv_cache "
+            f"{config.server.kv_cache}). Counted: the model's dtype, and "
+            f"{layout.server[memory.FLASHINFER]:.2f} GiB of FlashInfer's buffers."
+        )
     if who := teacher.describe(config):
         seconds = f" ({cost.teacher_seconds(*arguments):.2f} s)" if timed else ""
         own, theirs = teacher.head_products(config)

@@ -53,7 +53,7 @@ class CanaryResult:
             return (
                 f"its log-probs differ from the trainer's by {self.mean:.4g} nats a token (max {self.max:.4g}), limit "
                 f"rollout.max_canary_delta {max_delta:g}: it serves other weights than the trainer's, or rounds them "
-                "more than this model bears (server.weights bf16 tells which)"
+                "more than this model bears (server.weights bf16 with server.kv_cache auto tells which)"
             )
         if self.nearest == "base":
             return (

@@ -14,6 +14,7 @@ from typing import Any
 
 from kit.core.cards import W8A16
 from kit.core.config import speculation_rules
+from kit.core.config.cache_rules import FASTEST, FP8, MODEL_DTYPE, called
 from kit.core.config.checks import is_main_process
 from kit.core.config.format_rules import served_format
 from kit.core.config.schema import Config
@@ -86,6 +87,8 @@ class ServerRollout:
         self._may_be_asleep = any(info["asleep"] for info in self._infos.values())
         if (product := self.product) and product.startswith(W8A16) and is_main_process():
             print(f"servers   FP8 weights, inputs in 16 bits: {product}", flush=True)
+        if self.config.server.kv_cache == FASTEST and self.kv_cache != MODEL_DTYPE and is_main_process():
+            print(f"servers   KV cache: {self.kv_cache} (server.kv_cache {FASTEST})", flush=True)
         if asked := speculation_rules.wanted(self.config.server):
             self._drafted = {url: info.get("drafted") for url, info in self._infos.items()}
             if is_main_process():
@@ -105,6 +108,12 @@ class ServerRollout:
         found = {(info.get("product"), info.get("is_forced", False)) for info in self._infos.values()}
         names = [f"{name} (forced)" if forced else name for name, forced in sorted(found, key=str) if name]
         return ", ".join(names) or None
+
+    @property
+    def kv_cache(self) -> str | None:
+        """The replicas' KV cache: its dtype, auto for the model's own, and the attention backend if it was set."""
+        found = {called(cache_dtype(info), info.get("attention_backend")) for info in self._infos.values()}
+        return ", ".join(sorted(found)) or None
 
     def check_base(self, base_hash: str, source: str = "the trainer's base") -> None:
         """`BadInput` unless every replica holds the base with this base hash."""
@@ -209,10 +218,14 @@ class ServerRollout:
                 f"it computes in {computes or 'unquantized weights'}, policy.quant_cfg says "
                 f"{fmt.name if fmt else 'nothing'}. Restart it with this config ({START})."
             )
-        # vLLM's other names for the same value.
-        kv_cache = {"fp8_e4m3": "fp8", "bfloat16": "auto"}.get(info["kv_cache"], info["kv_cache"])
-        held = {"weights": info["weights"], "kv_cache": kv_cache, "tensor_parallel": info["tensor_parallel"]}
+        held = {
+            "weights": info["weights"],
+            "kv_cache": cache_dtype(info),
+            "tensor_parallel": info["tensor_parallel"],
+        }
         wanted = {key: getattr(server, key) for key in held}
+        if server.kv_cache == FASTEST and held["kv_cache"] in (MODEL_DTYPE, FP8):
+            wanted["kv_cache"] = held["kv_cache"]  # the server's machine decides
         if server.weights == "bf16" and self.config.model.dtype != "bfloat16":
             wanted["weights"] = self.config.model.dtype  # bf16 stands for unquantized weights
         if info.get("is_forced", False) != server.force_w8a16:
@@ -540,7 +553,7 @@ class ServerRollout:
             raise RuntimeError("a new version while requests of the one before are under way, which it would abort")
         with timed(report.seconds, "sync"):
             report.figures.update(self.sync.update(policy))
-        report.figures["server_product"] = self.product
+        report.figures.update(server_product=self.product, server_kv_cache=self.kv_cache)
 
     def _counted(self, generate: Callable[[], list], report: Report) -> list:
         """Return what `generate` makes; report what came of the drafts."""
@@ -596,9 +609,15 @@ class ServerRollout:
             asked, is_final = [one for one in asked if one.url in failed], True
 
 
+<<<<<<< HEAD
 def _sample_facts(sample: Sample) -> tuple:
     """(token ids, log-probs, experts or None), which processes can send each other."""
     return sample.token_ids.tolist(), sample.logprobs.tolist(), sample.experts
+=======
+def cache_dtype(info: Info) -> str:
+    """A replica's KV cache as `server.kv_cache` names it; vLLM has other names for the same dtypes."""
+    return {"fp8_e4m3": FP8, "bfloat16": MODEL_DTYPE}.get(info["kv_cache"], info["kv_cache"])
+>>>>>>> wt-kv
 
 
 @contextlib.contextmanager

@@ -86,7 +86,8 @@ class Info(TypedDict):
     product: str | None  # what remerge's workers multiply: W8A8, W8A16, W16A16; None: not known
     is_forced: bool  # server.force_w8a16
     quant_cfg: str | None
-    kv_cache: str
+    kv_cache: str  # vLLM's name of the dtype
+    attention_backend: str | None  # set for the server, e.g. FLASHINFER; None: vLLM's choice
     prefix_caching: bool  # whether a prompt computes only what the KV cache lacks
     speculation: Speculation | None
     drafted: Drafted | None  # None: no speculation, or no counters

@@ -112,7 +112,8 @@ def describe_fault(figures: dict[str, float | int | None], limit: float, is_ahea
         return ""
     fault = (
         f"the sampler is not the policy: k3 KL {k3:.4f} per token, limit rollout.max_sampler_k3 {limit}. Serve "
-        "the dequantized base of this model (python -m merge base, python -m launch.server)."
+        "the dequantized base of this model (python -m merge base, python -m launch.server), and with an FP8 KV cache "
+        "(server_kv_cache in metrics.jsonl) try server.kv_cache auto."
     )
     if is_ahead:
         fault += (

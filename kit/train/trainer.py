@@ -838,6 +838,7 @@ class PolicyTrainer(GRPOTrainer):
                     "canary_k3",
                     "sync_seconds",
                     "server_product",
+                    "server_kv_cache",
                     *DRAFT_KEYS,
                     "heldout_accuracy",
                     "mapped_gib",

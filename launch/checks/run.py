@@ -116,7 +116,8 @@ def servers(machine: Machine) -> Iterator[Row]:
         yield skip(f"rollout.backend is {config.rollout.backend}")
         return
     from kit.core.run_directory import base_directory
-    from launch.vllm_command import check_base, installed_vllm, plans
+    from launch import kv_cache
+    from launch.vllm_command import check_base, installed_vllm, language_facts, plans
 
     kind = installed_vllm()
     if kind.is_cpu and machine.gpus:
@@ -152,7 +153,9 @@ def servers(machine: Machine) -> Iterator[Row]:
         called = f"{config.server.weights} ({product}{', forced' if forced else ''})"
         drafts = speculation_rules.wanted(config.server)
         how = f", speculative decoding: {speculation_rules.called(drafts)}" if drafts else ""
-        yield ok(f"{count} of {called} from {directory}, {key}{how}")
+        kinds = list(dict.fromkeys((one.name, one.capability) for one in machine.gpus if one.capability != (0, 0)))
+        cache = kv_cache.choose(config, kind.is_cpu, kinds, language_facts(config))
+        yield ok(f"{count} of {called} from {directory}, {key}{how}; KV cache {cache.text}")
 
 
 @of_a_run

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.core.config.base_rules import CALLED
+from kit.core.config.cache_rules import FASTEST, FLASHINFER, FP8, LONG
 from kit.core.config.checks import check_config
 from kit.core.config.recipe import PLAIN, recipe_of
 from kit.core.config.schema import Config
@@ -296,7 +297,12 @@ def _rollout(config: Config, found: Translation) -> None:
         found.notes.append(
             f"Rollouts are in FP8 with verl's blocks of 128 x 128 in place of {server.weights}, from the base above."
         )
-    extra = {"kv_cache_dtype": server.kv_cache} if server.kv_cache != "auto" else {}
+    extra = {"kv_cache_dtype": server.kv_cache} if server.kv_cache == FP8 else {}
+    if server.kv_cache == FASTEST and rollout.max_completion_length >= LONG:
+        found.notes.append(
+            f"server.kv_cache {FASTEST} is not resolved here: verl's KV cache is in the model's dtype. On Hopper set "
+            f"server.kv_cache to {FP8} and server.vllm to {{attention_backend: {FLASHINFER}}}."
+        )
     for key, value in (extra | server.vllm).items():
         name = f"{ROLLOUT}.engine_kwargs.vllm.{key}"
         values[name] = value

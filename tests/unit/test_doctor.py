@@ -227,6 +227,20 @@ def test_servers_for_the_wrong_device_are_found(monkeypatch):
     assert (row.status, row.fix) == ("fail", "make install DEVICE=cuda") and "there are 1 GPUs" in row.found
 
 
+def test_what_the_default_kv_cache_becomes_on_this_machine_is_said(monkeypatch, tmp_path):
+    from launch.vllm_command import Installed
+
+    monkeypatch.setattr("launch.vllm_command.installed_vllm", lambda: Installed("0.31.0", False))
+    monkeypatch.setattr("launch.vllm_command.check_base", lambda *_: {})
+    keys = {"server.base": tmp_path, "server.kv_cache": "fastest", "policy.quantization": "nf4"}
+    (row,) = run.servers(machine(BIG, keys, **ON_H200))
+    length = machine(BIG).config.rollout.max_completion_length
+    said = f"KV cache auto, server.kv_cache fastest: completions of {length} tokens, measured to be faster from 4,096"
+    assert row.status == "ok" and said in row.found
+    (row,) = run.servers(machine(BIG, keys | {"server.kv_cache": "fp8"}, **ON_H200))
+    assert row.found.endswith("KV cache fp8")
+
+
 def test_the_port_of_several_trainer_processes_is_checked():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

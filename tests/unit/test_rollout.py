@@ -111,7 +111,9 @@ def assert_complete(answers: list, prompts: int = 8) -> None:
         ({}, ["--server.force_w8a16=true", "--server.weights=fp8_per_tensor"], "started without server.force_w8a16"),
         ({"weights": "bf16"}, [], r"its weights is bf16, server\.weights says fp8_per_channel\. Restart it"),
         ({}, ["--server.weights=bf16", "--model.dtype=bfloat16"], r"fp8_per_channel, server\.weights says bf16"),
-        ({"kv_cache": "fp8_e4m3"}, [], r"its kv_cache is fp8_e4m3, server\.kv_cache says auto\."),
+        ({"kv_cache": "fp8_e4m3"}, ["--server.kv_cache=auto"], r"its kv_cache is fp8_e4m3, .* says auto\."),
+        ({"kv_cache": "auto"}, ["--server.kv_cache=fp8"], r"its kv_cache is auto, server\.kv_cache says fp8\."),
+        ({"kv_cache": "nvfp4"}, [], r"its kv_cache is nvfp4, server\.kv_cache says fastest\."),
         ({"tensor_parallel": 2}, [], r"server\.tensor_parallel says 1\..* or set server\.tensor_parallel"),
         ({"quant_cfg": "fp8"}, [], r"it computes in fp8, policy\.quant_cfg says nothing\. Restart it"),
         ({}, ["--policy.quant_cfg=fp8"], r"it computes in unquantized weights, policy\.quant_cfg says fp8\."),
@@ -145,6 +147,30 @@ def test_a_product_in_16_bits_is_printed_and_called_forced_where_it_is(rollout, 
     assert ("inputs in 16 bits" in capsys.readouterr().out) == bool(product and product.startswith("W8A16"))
 
 
+@pytest.mark.parametrize(
+    ("infos", "served"),
+    [
+        ([{}, {}], "auto"),
+        ([{"kv_cache": "bfloat16"}], "auto"),
+        ([{"kv_cache": "fp8_e4m3", "attention_backend": "FLASHINFER"}] * 2, "fp8 (FLASHINFER)"),
+        ([{"kv_cache": "fp8"}, {}], "auto, fp8"),
+    ],
+)
+def test_what_each_servers_machine_chose_by_default_is_accepted_printed_and_recorded(
+    rollout, capsys, monkeypatch, infos, served
+):
+    found = rollout(len(infos))
+    for fake, info in zip(found.fakes, infos, strict=True):
+        fake.info |= info
+    found.check(LINEARS, 316)
+    said = f"servers   KV cache: {served} (server.kv_cache fastest)"
+    assert (said in capsys.readouterr().out) == (served != "auto")
+    report = found._new_report()
+    monkeypatch.setattr(found.sync, "update", lambda policy: {})
+    found._sync(view(), report)
+    assert report.figures["server_kv_cache"] == served
+
+
 def test_everything_wrong_with_all_replicas_is_said_at_once(rollout):
     found = rollout(2, {"vllm": "1.0", "max_model_len": 1})
     with pytest.raises(BadInput) as refused:
@@ -174,7 +200,7 @@ def test_a_resumed_run_finds_another_base_before_it_loads_weights(rollout):
     ("info", "overrides"),
     [
         ({"kv_cache": "fp8_e4m3"}, ["--server.kv_cache=fp8"]),
-        ({"kv_cache": "bfloat16"}, []),
+        ({"kv_cache": "bfloat16"}, ["--server.kv_cache=auto"]),
         ({"weights": "float32"}, ["--server.weights=bf16", "--model.dtype=float32"]),
     ],
 )

@@ -255,7 +255,11 @@ class ServerConfig:
         "format that the replicas compute in; default policy.quant_cfg, the only one allowed",
         choices=tuple(TRAINED),
     )
-    kv_cache: Literal["auto", "fp8"] = _option("auto", "dtype of the KV cache; auto is the model's own")
+    kv_cache: Literal["fastest", "auto", "fp8"] = _option(
+        "fastest",
+        "dtype of the KV cache; auto: the model's own; fastest: fp8 with FlashInfer where that was measured to be "
+        "faster, else auto (launch/README.md)",
+    )
     tensor_parallel: int = _option(1, "GPUs per replica", FROM_1)
     gpus: list[int] | None = _option(None, "GPUs of the replicas, tensor_parallel each; default what CUDA shows", GPUS)
     gpu_memory_utilization: float = _option(

@@ -53,6 +53,7 @@ from kit.rollout.server.vllm_types import (
     LoRARequest,
     RequestOutput,
     SamplingParams,
+    VllmConfig,
 )
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ class Routes:
             "is_forced": getattr(getattr(config, "kernel_config", None), "linear_backend", "auto") == "marlin",
             "quant_cfg": versions.quant_cfg,
             "kv_cache": str(config.cache_config.cache_dtype),
+            "attention_backend": attention_backend(config),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "speculation": drafts,
             "drafted": speculation.drafted() if drafts else None,
@@ -461,6 +463,12 @@ def unquantized(dtype: "torch.dtype | str") -> str:
     """Name of unquantized weights: bf16, or the dtype's own name (float32)."""
     name = str(dtype).removeprefix("torch.")
     return "bf16" if name == "bfloat16" else name
+
+
+def attention_backend(config: VllmConfig) -> str | None:
+    """Name of the attention backend that the server was started with; None if vLLM chooses it."""
+    backend = getattr(getattr(config, "attention_config", None), "backend", None)
+    return None if backend is None else str(getattr(backend, "name", backend))
 
 
 def vllm_version() -> str:
