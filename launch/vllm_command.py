@@ -350,7 +350,7 @@ def _options(config: Config, vllm: Installed) -> Options:
         if fmt:
             options["additional_config"] = {QUANT_CFG: fmt.name}
     if server.speculation != "none":
-        drafts = {"method": server.speculation, "num_speculative_tokens": server.draft_tokens}
+        drafts: dict[str, str | int] = {"method": server.speculation, "num_speculative_tokens": server.draft_tokens}
         if server.speculation in speculation_rules.BY_MODEL:
             drafts["model"] = str(draft_directory(server))
             options["async_scheduling"] = False  # n-grams have it off anyway

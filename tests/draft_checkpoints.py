@@ -101,4 +101,5 @@ def _fit(inputs: torch.Tensor, wanted: torch.Tensor, head: torch.nn.Module, norm
 
 def _write(out: Path, facts: dict, weights: dict[str, torch.Tensor]) -> None:
     (out / "config.json").write_text(json.dumps(facts))
-    save_file({name: value.contiguous() for name, value in weights.items()}, out / "model.safetensors", {"format": "pt"})
+    whole = {name: value.contiguous() for name, value in weights.items()}
+    save_file(whole, out / "model.safetensors", {"format": "pt"})

@@ -35,9 +35,10 @@ class DraftCheckpoint:
 
     def cached_values(self) -> int:
         """Keys and values that its layers keep per token."""
-        heads = self.facts.get("num_attention_heads") or 1
-        width = self.facts.get("head_dim") or (self.facts.get("hidden_size") or 0) // heads
-        return 2 * (self.facts.get("num_hidden_layers") or 0) * (self.facts.get("num_key_value_heads") or heads) * width
+        facts = self.facts
+        heads = facts.get("num_attention_heads") or 1
+        width = facts.get("head_dim") or (facts.get("hidden_size") or 0) // heads
+        return 2 * (facts.get("num_hidden_layers") or 0) * (facts.get("num_key_value_heads") or heads) * width
 
 
 def draft_directory(server: ServerConfig) -> Path:
@@ -90,7 +91,7 @@ def draft_faults(draft: DraftCheckpoint, method: str, base: Path, facts: Mapping
     if method in HEADS:
         found += _head_faults(name, ours, method, facts)
     elif _vocabulary(draft.directory) not in (None, _vocabulary(base)):
-        found.append(f"{name} has another tokenizer than the base: its drafts are other words. Take one of its family.")
+        found.append(f"{name} has another tokenizer than the base: its ids are other words. Take one of its family.")
     return found
 
 

@@ -27,6 +27,7 @@ from kit.policy.load import publish_adapter
 from kit.policy.stop_texts import StopTexts
 from kit.rollout.generation import Generation
 from kit.rollout.replica import Replica, Sample
+from kit.rollout.server.adapter_check import checkpoint_shapes
 from tests import processes
 from tests.conftest import CONFIG, ROOT, run_here
 from tests.draft_checkpoints import write_draft_model, write_head
@@ -185,13 +186,15 @@ def chi_squared(seen: Counter[int], shares: np.ndarray) -> tuple[float, int]:
     return sum((one - two) ** 2 / two for one, two in cells), max(0, len(cells) - 1)
 
 
-def test_the_server_says_what_it_drafts(served):
+def test_the_server_says_what_it_drafts_and_that_adapters_target_the_base_alone(served, base):
     asked = {"method": served.method, "draft_tokens": DRAFTS, "ngram_min": 0, "ngram_max": 0}
     words = f"by {served.drafts}"
     if served.method == "ngram":
         asked |= {"ngram_min": 1, "ngram_max": 3}
         words = "1 to 3 tokens looked up"
-    assert served.replica.info()["speculation"] == asked | {"model": served.drafts and str(served.drafts)}
+    info = served.replica.info()
+    assert info["speculation"] == asked | {"model": served.drafts and str(served.drafts)}
+    assert info["modules"] == sorted(checkpoint_shapes(base)) and info["base_hash"] == base_hash(base)
     assert f"{served.method} drafts of up to 3 tokens, {words}" in served.log.read_text()
 
 

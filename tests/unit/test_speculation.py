@@ -144,7 +144,7 @@ def test_a_draft_that_is_missing_empty_larger_or_of_another_tokenizer_is_refused
     with pytest.raises(BadInput, match="has 800 weights, the base 800: it would cost more"):
         planned(base, write_checkpoint(tmp_path / "large", LLAMA, 100))
     draft = write_checkpoint(tmp_path / "draft", LLAMA, 10, ("b", "a"))
-    with pytest.raises(BadInput, match="another tokenizer than the base"):
+    with pytest.raises(BadInput, match="another tokenizer than the base: its ids"):
         planned(base, draft)
     (draft / "model.safetensors").write_bytes(b"cut off")
     with pytest.raises(BadInput, match="not a whole safetensors file"):
@@ -422,8 +422,10 @@ def sampler():
 
 
 @pytest.mark.parametrize("draft", [2, 0, -1], ids=["likely", "unlikely", "padding"])
-@pytest.mark.parametrize(("temperature", "top_k"), [(0.7, 0), (1.6, 0), (1.0, 3)])
-def test_rejection_sampling_gives_tokens_and_log_probs_of_the_policy(sampler, draft, temperature, top_k):
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.6, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.75), (0.8, 4, 0.9)]
+)
+def test_rejection_sampling_gives_tokens_and_log_probs_of_the_policy(sampler, draft, temperature, top_k, top_p):
     """Two drafts in each of 20,000 sequences; chi-squared tests of the first token, and of the second after each."""
     import torch
     from scipy.stats import chi2
@@ -438,7 +440,7 @@ def test_rejection_sampling_gives_tokens_and_log_probs_of_the_policy(sampler, dr
         temperature=torch.full((count,), temperature),
         all_greedy=False,
         all_random=True,
-        top_p=None,
+        top_p=torch.full((count,), top_p) if top_p < 1 else None,
         top_k=torch.full((count,), top_k, dtype=torch.int32) if top_k else None,
         generators={},
         max_num_logprobs=0,
@@ -470,6 +472,10 @@ def test_rejection_sampling_gives_tokens_and_log_probs_of_the_policy(sampler, dr
     expected = logits / temperature
     if top_k:
         expected = expected.masked_fill(expected < expected.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1:  # the most likely tokens, up to the one that brings them to top_p
+        shares, order = expected.softmax(-1).sort(descending=True)
+        dropped = torch.zeros_like(shares, dtype=torch.bool).scatter(1, order, shares.cumsum(-1) - shares >= top_p)
+        expected = expected.masked_fill(dropped, -torch.inf)
     expected = expected.log_softmax(-1).double()
     log_probs = output.logprobs_tensors.logprobs[:, 0].view(count, 3)
     accepted, statistic, freedom = torch.ones(count, dtype=torch.bool), 0.0, 0

@@ -273,7 +273,7 @@ class ServerConfig:
         None, "with speculation draft_model, eagle or eagle3: directory of the checkpoint that drafts", limit=PATH
     )
     draft_tokens: int = _option(4, "with speculation: most tokens drafted per sequence and step", DRAFTS)
-    ngram_min: int = _option(2, "with speculation ngram: last tokens that must occur earlier in the text, at least", FROM_1)
+    ngram_min: int = _option(2, "with speculation ngram: last tokens that must occur earlier, at least", FROM_1)
     ngram_max: int = _option(4, "with speculation ngram: last tokens that are looked up, at most", FROM_1)
     host: str | None = _option(None, "address to bind; default the URL's host, which must be this machine's")
     adapter_roots: list[str] = _option(
