@@ -21,6 +21,8 @@ HEADS = {
     "eagle": ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
     "eagle3": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
 }
+# Bases that hand their hidden states to such a head in vLLM 0.26 and 0.31, by model_type.
+HEAD_BASES = ("llama", "mistral", "qwen2", "qwen3")
 # Kinds of layers in `layer_types` that keep keys and values per token: a rejected draft leaves nothing behind.
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -103,6 +105,11 @@ def _head_faults(name: str, ours: Mapping[str, Any], method: str, facts: Mapping
         found.append(
             f"{name} is a {kind}; heads of server.speculation {method} that were compared with the policy are "
             f"{' and '.join(HEADS[method])}."
+        )
+    if (base := facts.get("model_type")) not in HEAD_BASES:
+        found.append(
+            f"server.speculation is {method} and the base is a {base}: vLLM gives heads the hidden states of "
+            f"{', '.join(HEAD_BASES)}. Set it to ngram, or to draft_model with a small model."
         )
     wanted = ours.get("target_hidden_size") or ours.get("hidden_size")
     if wanted != facts.get("hidden_size"):

@@ -85,7 +85,7 @@ def test_vllm_is_started_with_the_drafts_of_the_keys():
 
 # A checkpoint that drafts --------------------------------------------------------------------------------------------
 
-LLAMA = {"vocab_size": 300, "hidden_size": 8, "num_hidden_layers": 8, "num_attention_heads": 2}
+LLAMA = {"model_type": "llama", "vocab_size": 300, "hidden_size": 8, "num_hidden_layers": 8, "num_attention_heads": 2}
 HEAD = LLAMA | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
 HEAD3 = HEAD | {"architectures": ["LlamaForCausalLMEagle3"]}
 
@@ -152,6 +152,14 @@ def test_a_draft_that_is_missing_empty_larger_or_of_another_tokenizer_is_refused
     (draft / "model.safetensors").unlink()
     with pytest.raises(BadInput, match="has no weights in safetensors"):
         planned(base, draft)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_head_is_refused_for_a_base_that_gives_it_no_hidden_states(base, tmp_path, method):
+    draft = write_checkpoint(tmp_path / "draft", HEAD if method == "eagle" else HEAD3, 10)
+    (base / "config.json").write_text(json.dumps(LLAMA | {"model_type": "olmo2"}))
+    with pytest.raises(BadInput, match="the base is a olmo2: vLLM gives heads the hidden states of llama, mistral"):
+        planned(base, draft, method)
 
 
 def test_a_base_inside_a_wrapper_gets_no_draft_by_a_model(base, tmp_path):
