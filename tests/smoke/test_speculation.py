@@ -32,7 +32,7 @@ from tests import processes
 from tests.conftest import CONFIG, ROOT, run_here
 from tests.draft_checkpoints import write_draft_model, write_head
 
-# Two servers start, one after the other, and two runs: minutes on two cores.
+# Eight servers start, one after the other, and as many runs: a quarter of an hour on two cores.
 pytestmark = pytest.mark.slow
 SESSION, VERSION, AT_ONCE, DRAFTS, BLOCK = "drafts", 1, 64, 3, 32
 KEYS = {
@@ -217,7 +217,7 @@ def test_drafted_tokens_have_the_distribution_of_the_policy(served):
     chances = chi2.sf(statistic, freedom)
     print(f"by place: chi2 {statistic.round(1)}, degrees of freedom {freedom}, p {chances.round(3)}; {accepted=}")
     assert accepted > 1000 and freedom.min() > 10
-    assert chances.min() > 1e-4  # a right sampler fails once in 1,700 runs
+    assert chances.min() > 1e-4  # a right sampler fails once in 1,700 tests of a server
 
 
 def test_log_probs_of_drafted_tokens_are_those_of_the_policy(served):
