@@ -3,10 +3,12 @@
     python -m recipes.real_base --out models/smollm2-135m
     python bench/speculation.py --model models/smollm2-135m --out speculation.json       # one GPU
     python bench/speculation.py --model models/smollm2-135m --cpu --counts 1 4 --tokens 128 --rounds 1 --samples 512
+    python bench/speculation.py --model models/qwen3-8b --draft draft_model=models/qwen3-0.6b \
+        --variants none 4-2-4 draft_model-4                                              # or eagle3=HEAD, eagle3-4
 
-A server of the kit for each of `--variants` ("none", or draft tokens-shortest-longest n-gram) serves the dequantized
-base in BF16 with a random adapter of 2 % by remerge. All start together and are measured in turn, each alone. Prompts
-are made-up word problems that ask for every step and a check.
+A server of the kit for each of `--variants` ("none", draft tokens-shortest-longest n-gram, or method-draft tokens of a
+checkpoint in `--draft`) serves the dequantized base in BF16 with a random adapter of 2 % by remerge. All start
+together and are measured in turn, each alone. Prompts are made-up word problems that ask for every step and a check.
 
 - exactness: k3 and mean |Δlogp| of the sampled tokens against transformers on the same weights; greedy tokens against
   the first variant's, and where they part the gap of the two tokens by transformers (kernels round other batch shapes
@@ -78,7 +80,11 @@ class Variant:
             "server.gpu_memory_utilization": share,
             "server.enforce_eager": str(options.cpu).lower(),
         }
-        if name != "none":
+        method, _, rest = name.partition("-")
+        if method in options.draft:
+            keys |= {"server.speculation": method, "server.draft_tokens": rest}
+            keys["server.draft_model"] = Path(options.draft[method]).resolve()
+        elif name != "none":
             draft, least, most = name.split("-")
             keys |= {"server.speculation": "ngram", "server.draft_tokens": draft}
             keys |= {"server.ngram_min": least, "server.ngram_max": most}
@@ -271,9 +277,9 @@ def report(found: dict[str, dict], options: argparse.Namespace) -> list[str]:
     """Print the tables; return what is not exact."""
     wrong, (first, *others) = [], found
     heads = f"{'k3':>10}{'|Δlogp|':>10}{'greedy same':>13}{'gap':>7}{'chi2 (dof)':>16}{'p':>8}{'accepted':>10}"
-    print(f"\n{'drafts':<10}{heads}")
+    print(f"\n{'drafts':<16}{heads}")
     for name, row in found.items():
-        line = f"{name:<10}{row['mismatch']['k3']:>10.2e}{row['mismatch']['delta']:>10.4f}"
+        line = f"{name:<16}{row['mismatch']['k3']:>10.2e}{row['mismatch']['delta']:>10.4f}"
         if name in others:
             greedy, test = row["greedy"], row["distribution"]
             line += f"{greedy['same']:>8} / {greedy['of']:<2}{greedy['largest_gap']:>7.3f}"
@@ -288,11 +294,11 @@ def report(found: dict[str, dict], options: argparse.Namespace) -> list[str]:
                 )
         print(line)
     print(
-        f"\n{'drafts':<10}"
+        f"\n{'drafts':<16}"
         + "".join(f"{f'tok/s at {n}':>13}{'x':>6}{'accepted':>10}{'per pass':>10}" for n in options.counts)
     )
     for name, row in found.items():
-        line = f"{name:<10}"
+        line = f"{name:<16}"
         for count in options.counts:
             one, plain = row["speed"][count], found[first]["speed"][count]
             share, per = one["draft_acceptance"], one["tokens_per_forward"]
@@ -307,6 +313,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="directory of a chat model")
     parser.add_argument("--work", type=Path, default=Path("/tmp/speculation"))
     parser.add_argument("--variants", nargs="+", default=["none", "4-2-4"], help="the first is compared with")
+    parser.add_argument("--draft", nargs="+", default=[], help="checkpoints that draft, as METHOD=DIRECTORY")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 8, 64], help="completions at once")
     parser.add_argument("--tokens", type=int, default=512, help="longest completion")
     parser.add_argument("--rounds", type=int, default=2)
@@ -315,6 +322,7 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--out", type=Path, help="JSON with every number")
     options = parser.parse_args()
+    options.draft = dict(one.split("=", 1) for one in options.draft)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     from transformers import AutoTokenizer
 

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from kit.core import format_names
 from kit.core.config import card_rules, format_rules, share_rules, speculation_rules
 from kit.core.config.schema import Config
+from kit.core.draft_checkpoint import draft_directory, draft_faults, read_draft, recurrent_layers
 from kit.core.errors import BadInput
 from kit.core.file_kinds import BASE, BASE_HASH, MODEL_CONFIG
 from kit.core.formats import QuantFormat, model_fault, shape_fault
@@ -72,6 +73,7 @@ OWN_FLAGS = {
     "enable_return_routed_experts": "rollout.routing",
     "speculative_config": "server.speculation",
     "spec_method": "server.speculation",
+    "spec_model": "server.draft_model",
     "spec_tokens": "server.draft_tokens",
     "seed": "run.seed",
     "api_key": "the environment variable VLLM_API_KEY, which process lists do not show",
@@ -81,7 +83,6 @@ OWN_FLAGS = {
 # Flags that would break guarantees of the routes, and why.
 _OTHER_WEIGHTS = "the base directory determines the served weights, which are the trainer's"
 _OTHER_IDS = "the trainer's token ids are those of the base directory's tokenizer"
-_DRAFTS = "drafts come from the text itself (server.speculation); a draft model would take memory and was not tried"
 _CLIENT = "the trainer asks http://host:port/v1/rollout; put a proxy in front of it and give the trainer its URL"
 _ONE_PROCESS = "the served version is kept in one process; name one URL per replica"
 _ONE_STAGE = "remerge does not cover it; use server.tensor_parallel"
@@ -110,7 +111,6 @@ NOT_SERVED = {
     "tokenizer_mode": _OTHER_IDS,
     "tokenizer_revision": _OTHER_IDS,
     "skip_tokenizer_init": "the trainer compares the tokenizers",
-    "spec_model": _DRAFTS,
     "uds": _CLIENT,
     "root_path": _CLIENT,
     **{f"ssl_{part}": _CLIENT for part in ("keyfile", "certfile", "ca_certs", "cert_reqs", "ciphers")},
@@ -354,12 +354,13 @@ def _options(config: Config, vllm: Installed) -> Options:
         if fmt:
             options["additional_config"] = {QUANT_CFG: fmt.name}
     if server.speculation != "none":
-        options["speculative_config"] = {
-            "method": server.speculation,
-            "num_speculative_tokens": server.draft_tokens,
-            "prompt_lookup_min": server.ngram_min,
-            "prompt_lookup_max": server.ngram_max,
-        }
+        drafts: dict[str, str | int] = {"method": server.speculation, "num_speculative_tokens": server.draft_tokens}
+        if server.speculation in speculation_rules.BY_MODEL:
+            drafts["model"] = str(draft_directory(server))
+            options["async_scheduling"] = False  # n-grams have it off anyway
+        else:
+            drafts |= {"prompt_lookup_min": server.ngram_min, "prompt_lookup_max": server.ngram_max}
+        options["speculative_config"] = drafts
         if vllm.is_cpu:
             options.setdefault("worker_extension_cls", CPU_SAMPLER)
     return options | {
@@ -466,6 +467,8 @@ def _environment(config: Config, vllm: Installed, gpus: tuple[str, ...] | None) 
     if config.rollout.routing != "own" and not vllm.version.startswith("0.26."):
         # vllm 0.31 returns experts by its second model runner only, 0.26 by its first.
         found["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    if config.server.speculation in speculation_rules.BY_MODEL:
+        found["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the second one verifies drafts by another sampler
     if "VLLM_NO_USAGE_STATS" not in os.environ:
         found["VLLM_NO_USAGE_STATS"] = "1"
     return found
@@ -553,8 +556,7 @@ def _packed_faults(config: Config, fmt: QuantFormat, vllm: Installed) -> list[st
 def _undraftable(config: Config, vllm: Installed) -> list[str]:
     """Errors about `server.speculation` with this model or this vLLM; empty if drafts are exact."""
     found, key = [], f"server.speculation is {config.server.speculation}"
-    layers = speculation_rules.recurrent_layers(language_facts(config).get("layer_types") or ())
-    if layers:
+    if layers := recurrent_layers(language_facts(config)):
         found.append(
             f"{key} and the model has layers of {', '.join(layers)}, whose state vLLM {vllm.version} does not take "
             "back when a draft is rejected. Set it to none."
@@ -564,7 +566,24 @@ def _undraftable(config: Config, vllm: Installed) -> list[str]:
             f"{key} on vLLM {vllm.version} for CPUs, whose sampler of drafts is corrected for {CPU_TESTED}x only. "
             "Install that, or set it to none."
         )
+    if config.server.speculation in speculation_rules.BY_MODEL and config.server.draft_model:
+        found += _draft_faults(config)
     return found
+
+
+def _draft_faults(config: Config) -> list[str]:
+    """Errors about the checkpoint in server.draft_model; the base is compared with it once it is written."""
+    server, base = config.server, base_directory(config)
+    if kind := _wrapper(config):
+        return [
+            f"server.speculation is {server.speculation} and the base wraps its language model ({kind}), whose drafts "
+            "by a model were not tried. Set it to ngram or none."
+        ]
+    try:
+        draft = read_draft(draft_directory(server))
+        return draft_faults(draft, server.speculation, base, language_facts(config)) if base.is_dir() else []
+    except BadInput as error:
+        return [str(error)]
 
 
 def _flags(config: Config) -> list[str]:

@@ -5,22 +5,28 @@ Arithmetic on a shape and a configuration. Imports no torch.
 Covers the base as it is stored, the adapter with gradients and optimizer, activations with every `train.recompute`,
 fused and FP8 linear layers, quantized ones (quantized.py), a teacher (teacher.py), liger's kernels, micro-batches of
 rows and of tokens, TRL's tiled log-prob head, the reference pass, in-process generation; on the server weights, KV
-cache, CUDA graphs, LoRA slots, the copy of the base, vision weights. Of experts: a layer's in 16 bits, rows by
-expert, copies of their factors. Not covered: sharded bases, host memory beside a GPU, how unevenly tokens choose.
+cache, CUDA graphs, LoRA slots, the copy of the base, vision weights, a draft model. Of experts: a layer's in 16 bits,
+rows by expert, copies of their factors. Not covered: sharded bases, host memory beside a GPU, how unevenly tokens
+choose.
 
 Bytes per token were counted by tracing every allocation of the recipe's own forward and backward (transformers 5.17,
 peft 0.21.2, bitsandbytes 0.50.2 under autocast), varying one dimension of the shape at a time.
 """
 
+import functools
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from kit.core.config.base_rules import CALLED
 from kit.core.config.cache_rules import FASTEST, Attention, model_dtype_because
 from kit.core.config.recompute_rules import recomputed_layers
 from kit.core.config.schema import Config
+from kit.core.config.speculation_rules import BY_MODEL
+from kit.core.draft_checkpoint import DraftCheckpoint, draft_directory, read_draft
+from kit.core.errors import BadInput
 from kit.core.formats import packed_format, served_bytes
 from kit.core.limits import FOLD_CHUNK, FORMAT_GIB, PACK_CHUNK, SERVED_RANKS, draft_gib, flashinfer_gib, fold_gib
 from kit.plan import quantized, teacher
@@ -49,6 +55,7 @@ ROOM_FOR_KEPT = 0.5  # kept_weights.py: share of the memory that generation leav
 KEPT = "kept weights"
 DRAFTS = "logits of drafts"  # of a server with server.speculation
 FLASHINFER = "FlashInfer"  # buffers of a server that may choose it (server.kv_cache fastest)
+DRAFT_MODEL = "draft model"  # weights of server.draft_model; its KV cache is part of a sequence's
 
 
 @dataclass(frozen=True)
@@ -636,6 +643,8 @@ def server_parts(shape: Shape, config: Config, card: Card) -> dict[str, float]:
     found["activations"] = max(activations, sampler) / GIB
     if server.speculation != "none":
         found[DRAFTS] = draft_gib(server.max_num_seqs, server.draft_tokens, shape.vocabulary)
+        if (draft := draft_of(config)) is not None:
+            found[DRAFT_MODEL] = draft.weights * width / GIB
     if may_use_flashinfer(shape, config, card):
         found[FLASHINFER] = flashinfer_gib(shape.q_size, tokens)
     if not server.enforce_eager and not card.is_cpu:
@@ -695,9 +704,27 @@ def kv_width(config: Config) -> int:
     return 4 if config.model.dtype == "float32" and config.server.weights == "bf16" else 2
 
 
+def draft_of(config: Config) -> DraftCheckpoint | None:
+    """The checkpoint that drafts for a replica; None without one, or if it cannot be read here."""
+    if config.server.speculation not in BY_MODEL or not config.server.draft_model:
+        return None
+    return _draft_in(draft_directory(config.server))
+
+
+@functools.cache  # a plan asks for every layout that it tries
+def _draft_in(directory: Path) -> DraftCheckpoint | None:
+    try:
+        return read_draft(directory)
+    except BadInput:
+        return None
+
+
 def sequence_gib(shape: Shape, config: Config) -> float:
-    """GiB of KV cache for one sequence of full length on one GPU of a replica."""
-    return shape.cached_bytes(row_tokens(config), kv_width(config)) / config.server.tensor_parallel / GIB
+    """GiB of KV cache for one sequence of full length on one GPU of a replica, a draft model's included."""
+    found = shape.cached_bytes(row_tokens(config), kv_width(config))
+    if (draft := draft_of(config)) is not None:
+        found += draft.cached_values() * row_tokens(config) * kv_width(config)
+    return found / config.server.tensor_parallel / GIB
 
 
 def full_cache_gib(shape: Shape, config: Config) -> float:

@@ -78,9 +78,16 @@ def counted(layout: Layout) -> str | None:
     if kept := layout.trainer.get("rollout", {}).get(memory.KEPT):
         found.append(f"Rollouts keep dequantized weights, each made once: {kept:.2f} GiB.")
     if layout.server is not None and (drafts := speculation_rules.wanted(config.server)):
+        said = f"{layout.server[memory.DRAFTS]:.2f} GiB for their logits"
+        passes = ""
+        if config.server.speculation in speculation_rules.BY_MODEL:
+            gib = layout.server.get(memory.DRAFT_MODEL)
+            unread = "; the draft cannot be read here, its weights and KV cache are not counted"
+            said += unread if gib is None else f", {gib:.2f} GiB for the draft's weights"
+            passes = ", and count no pass of the draft"
         found.append(
-            f"Replicas decode speculatively, {speculation_rules.called(drafts)}: {layout.server[memory.DRAFTS]:.2f} "
-            "GiB for their logits. Seconds assume that none is accepted."
+            f"Replicas decode speculatively, {speculation_rules.called(drafts)}: {said}. Seconds assume that none is "
+            f"accepted{passes}."
         )
     if layout.server is not None and memory.FLASHINFER in layout.server:
         found.append(

@@ -609,15 +609,14 @@ class ServerRollout:
             asked, is_final = [one for one in asked if one.url in failed], True
 
 
-<<<<<<< HEAD
 def _sample_facts(sample: Sample) -> tuple:
     """(token ids, log-probs, experts or None), which processes can send each other."""
     return sample.token_ids.tolist(), sample.logprobs.tolist(), sample.experts
-=======
+
+
 def cache_dtype(info: Info) -> str:
     """A replica's KV cache as `server.kv_cache` names it; vLLM has other names for the same dtypes."""
     return {"fp8_e4m3": FP8, "bfloat16": MODEL_DTYPE}.get(info["kv_cache"], info["kv_cache"])
->>>>>>> wt-kv
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ KEYS = ("draft_acceptance", "tokens_per_forward")
 
 def figures(before: dict[str, Drafted | None], after: dict[str, Drafted | None]) -> dict[str, float | None]:
     """`KEYS` of what the replicas did between two counts by URL: accepted of the drafted tokens, and generated
-    tokens per forward pass of a sequence, 1 without drafts. None: nothing to count."""
+    tokens per forward pass of a sequence, 1 without drafts. None: nothing to count. vLLM counts drafts that it accepts
+    behind the end of a completion too: with short completions the second figure is too high."""
     drafted = accepted = generated = 0
     for url, now in after.items():
         if now is None:

@@ -63,8 +63,9 @@ class Speculation(TypedDict):
 
     method: str
     draft_tokens: int
-    ngram_min: int
+    ngram_min: int  # 0, and so is the next, unless n-grams draft
     ngram_max: int
+    model: str | None  # directory of the checkpoint that drafts
 
 
 class Drafted(TypedDict):

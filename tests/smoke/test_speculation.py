@@ -27,10 +27,12 @@ from kit.policy.load import publish_adapter
 from kit.policy.stop_texts import StopTexts
 from kit.rollout.generation import Generation
 from kit.rollout.replica import Replica, Sample
+from kit.rollout.server.adapter_check import checkpoint_shapes
 from tests import processes
 from tests.conftest import CONFIG, ROOT, run_here
+from tests.draft_checkpoints import write_draft_model, write_head
 
-# Two servers start, one after the other, and two runs: minutes on two cores.
+# Eight servers start, one after the other, and as many runs: a quarter of an hour on two cores.
 pytestmark = pytest.mark.slow
 SESSION, VERSION, AT_ONCE, DRAFTS, BLOCK = "drafts", 1, 64, 3, 32
 KEYS = {
@@ -45,11 +47,11 @@ KEYS = {
     "server.kv_cache_gib": 1,
     "server.enforce_eager": "true",
     "server.vllm": f"{{block_size: {BLOCK}}}",
-    "server.speculation": "ngram",
     "server.draft_tokens": DRAFTS,
     "server.ngram_min": 1,
     "server.ngram_max": 3,
 }
+METHODS = [(way, method) for method in ("ngram", "draft_model", "eagle", "eagle3") for way in ("adapter", "remerge")]
 
 
 @dataclass
@@ -57,6 +59,8 @@ class Served:
     """A server with a random adapter as version 1 of `SESSION`, and the policy that it serves."""
 
     replica: Replica
+    method: str
+    drafts: Path | None  # checkpoint that drafts
     arguments: list[str]
     policy: torch.nn.Module
     prompt: list[int]
@@ -99,6 +103,14 @@ def base(tmp_path_factory, learning_model_dir) -> Path:
 
 
 @pytest.fixture(scope="module")
+def drafts(tmp_path_factory, learning_model_dir) -> dict[str, Path | None]:
+    """The checkpoint that drafts, by method."""
+    out = tmp_path_factory.mktemp("draft-checkpoints")
+    made: dict[str, Path | None] = {"ngram": None, "draft_model": write_draft_model(learning_model_dir, out / "model")}
+    return made | {one: write_head(learning_model_dir, out / one, one) for one in ("eagle", "eagle3")}
+
+
+@pytest.fixture(scope="module")
 def adapter(base, tmp_path_factory, learning_model_dir) -> Path:
     from tests.evidence.stock_merge import load_policy
 
@@ -116,36 +128,42 @@ def prompt(base) -> list[int]:
     return ids[(len(ids) - 1) % BLOCK :]
 
 
-@pytest.fixture(scope="module", params=["adapter", "remerge"])
-def served(request, base, adapter, prompt, tmp_path_factory, recipe_arguments, learning_model_dir) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=METHODS, ids="-".join)
+def served(
+    request, base, drafts, adapter, prompt, tmp_path_factory, recipe_arguments, learning_model_dir
+) -> Iterator[Served]:
     from peft import PeftModel
 
     from tests.evidence.stock_merge import load_policy
 
-    run = RunDir(tmp_path_factory.mktemp("runs") / request.param)
+    way, method = request.param
+    run = RunDir(tmp_path_factory.mktemp("runs") / f"{way}-{method}")
     url = f"http://127.0.0.1:{processes.free_port()}"
     keys = {
         "rollout.server_urls": f"['{url}']",
-        "rollout.sync": request.param,
+        "rollout.sync": way,
         "server.base": base,
+        "server.speculation": method,
         "server.adapter_roots": f"['{tmp_path_factory.getbasetemp()}']",
     }
+    if (checkpoint := drafts[method]) is not None:
+        keys["server.draft_model"] = checkpoint
     arguments = recipe_arguments(learning_model_dir, run.path, KEYS | keys)
-    said = run.path.parent / f"{request.param}.log"
+    said = run.path.parent / f"{run.path.name}.log"
     with open(said, "w") as log:
         command = [sys.executable, "-m", "launch.server", *arguments]
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     try:
         processes.wait_until(lambda: "\nserving" in said.read_text(), process, log=said)
         replica = Replica(url, 120)
-        where = {"way": request.param, "run": "by-hand", "session": SESSION, "base_hash": base_hash(base)}
+        where = {"way": way, "run": "by-hand", "session": SESSION, "base_hash": base_hash(base)}
         replica.stage(version=VERSION, path=adapter, **where)
         replica.activate(SESSION, VERSION)
-        if request.param == "adapter":
+        if way == "adapter":
             policy = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), adapter)
         else:
             policy = load_policy(learning_model_dir, adapter, dtype="float32")
-        yield Served(replica, arguments, policy.eval(), prompt, said)
+        yield Served(replica, method, checkpoint, arguments, policy.eval(), prompt, said)
     finally:
         process.terminate()
         process.wait(60)
@@ -168,10 +186,16 @@ def chi_squared(seen: Counter[int], shares: np.ndarray) -> tuple[float, int]:
     return sum((one - two) ** 2 / two for one, two in cells), max(0, len(cells) - 1)
 
 
-def test_the_server_says_what_it_drafts(served):
-    drafts = {"method": "ngram", "draft_tokens": DRAFTS, "ngram_min": 1, "ngram_max": 3}
-    assert served.replica.info()["speculation"] == drafts
-    assert "ngram drafts of up to 3 tokens, 1 to 3 tokens looked up" in served.log.read_text()
+def test_the_server_says_what_it_drafts_and_that_adapters_target_the_base_alone(served, base):
+    asked = {"method": served.method, "draft_tokens": DRAFTS, "ngram_min": 0, "ngram_max": 0}
+    words = f"by {served.drafts}"
+    if served.method == "ngram":
+        asked |= {"ngram_min": 1, "ngram_max": 3}
+        words = "1 to 3 tokens looked up"
+    info = served.replica.info()
+    assert info["speculation"] == asked | {"model": served.drafts and str(served.drafts)}
+    assert info["modules"] == sorted(checkpoint_shapes(base)) and info["base_hash"] == base_hash(base)
+    assert f"{served.method} drafts of up to 3 tokens, {words}" in served.log.read_text()
 
 
 def test_drafted_tokens_have_the_distribution_of_the_policy(served):
@@ -193,7 +217,7 @@ def test_drafted_tokens_have_the_distribution_of_the_policy(served):
     chances = chi2.sf(statistic, freedom)
     print(f"by place: chi2 {statistic.round(1)}, degrees of freedom {freedom}, p {chances.round(3)}; {accepted=}")
     assert accepted > 1000 and freedom.min() > 10
-    assert chances.min() > 1e-4  # a right sampler fails once in 1,700 runs
+    assert chances.min() > 1e-4  # a right sampler fails once in 1,700 tests of a server
 
 
 def test_log_probs_of_drafted_tokens_are_those_of_the_policy(served):
@@ -247,10 +271,10 @@ def test_a_run_on_drafting_servers_learns_from_its_own_policy(served, recipe, re
     line = [one for one in served.arguments if not one.startswith(tuple(f"--{key}=" for key in changes))]
     done = recipe([*line, *(f"--{key}={value}" for key, value in changes.items())])
     assert done.code == 0, done.err
-    assert "speculative decoding: ngram drafts of up to 3 tokens" in done.out
+    assert f"speculative decoding: {served.method} drafts of up to 3 tokens" in done.out
     run = RunDir(tmp_path / "run")
     rows = read_jsonl(run.metrics_file)
     print(json.dumps([[row[key] for key in ("sampler_k3", "draft_acceptance", "tokens_per_forward")] for row in rows]))
     assert all(0 <= row["sampler_k3"] < 1e-5 and row["sampler_nan_count"] == 0 for row in rows)
-    assert all(0 < row["draft_acceptance"] < 1 and 1 < row["tokens_per_forward"] < 1 + DRAFTS for row in rows)
-    assert json.loads(run.config_file.read_text())["config"]["server"]["speculation"] == "ngram"
+    assert all(0 < row["draft_acceptance"] < 1 and 1 < row["tokens_per_forward"] < 2 + DRAFTS for row in rows)
+    assert json.loads(run.config_file.read_text())["config"]["server"]["speculation"] == served.method

@@ -280,6 +280,21 @@ def test_every_worker_holds_its_shard_of_the_merged_weights(synced, rank, ranks)
     assert_holds(worker, shards(merged(2), rank, ranks))
 
 
+def test_a_draft_model_with_layers_of_the_same_names_stays_what_it_is(synced):
+    """vLLM keeps it beside the served model, in the model runner's `drafter`."""
+    worker, drafts = synced(), Worker()
+    for number, layer in enumerate(drafts.layers.values()):
+        layer.weight.data.fill_(number)
+    worker.model_runner.drafter = SimpleNamespace(model=drafts.model_runner.model)
+    before, modules = drafts.weights(), Worker().ask("describe")["modules"]
+    assert worker.ask("describe")["modules"] == modules
+    worker.ask("activate", "s/2")
+    worker.ask("noise", 0.1, 1)
+    assert_holds(worker, shards(merged(2), 0, 1))
+    assert all(torch.equal(weight, before[name]) for name, weight in drafts.weights().items())
+    assert all((one == 1).all() for one in norms(drafts.model_runner.model).values())
+
+
 def test_versions_replace_each_other_and_leave_the_copy_as_it_was(synced):
     worker = synced()
     copies = [(linear.packed.clone(), linear.absmax.clone()) for linear in worker._remerge.linears]

@@ -2,10 +2,12 @@
 own rejection sampler on a CPU with the kit's corrections."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from transformers import AutoTokenizer
 
 from kit.core.config.checks import check_config
@@ -17,7 +19,7 @@ from kit.core.run_directory import RunDir
 from kit.core.tokenizer_hash import tokenizer_hash
 from kit.plan.fitting import lay_out
 from kit.plan.gpus import CARDS
-from kit.plan.memory import DRAFTS
+from kit.plan.memory import DRAFT_MODEL, DRAFTS, kv_width, sequence_gib
 from kit.plan.report import counted
 from kit.plan.shapes import shape_by_size
 from kit.policy.stop_texts import StopTexts
@@ -28,15 +30,17 @@ from kit.rollout.protocol import encode_floats, encode_ids
 from kit.rollout.server import speculation
 from kit.rollout.server.cpu_sampler import CPU_SAMPLER
 from kit.rollout.server.versions import REMERGE
-from launch.vllm_command import Installed, plans
+from launch.vllm_command import Installed, Plan, plans
 from tests.unit.fake_engine import Engine, Server, without_vllm, write_base
 from tests.unit.fake_replica import FakeReplica
 
 CONFIG = "recipes/configs/grpo-qwen3_8b-nf4-fp8-gsm8k-2gpu.yaml"
 ON = ["--server.speculation=ngram", "--server.draft_tokens=3", "--server.ngram_min=2", "--server.ngram_max=5"]
-SAID = {"method": "ngram", "draft_tokens": 3, "ngram_min": 2, "ngram_max": 5}
+SAID = {"method": "ngram", "draft_tokens": 3, "ngram_min": 2, "ngram_max": 5, "model": None}
+BY_MODEL = {"method": "draft_model", "draft_tokens": 3, "ngram_min": 0, "ngram_max": 0, "model": "/other"}
 CUDA, CPU = Installed("0.26.0", False), Installed("0.31.0", True)
 BF16 = "--server.weights=bf16"
+DRAFT = "--server.speculation=draft_model"
 
 
 def config(*overrides: str) -> Config:
@@ -52,6 +56,12 @@ def config(*overrides: str) -> Config:
         (["--server.draft_tokens=33"], "server.draft_tokens .33. must be from 1 to 32"),
         (["--rollout.routing=replay"], "rollout.routing replay: vLLM returns the experts of drafted tokens"),
         (["--server.vllm={async-scheduling: true}"], "server.vllm sets async_scheduling"),
+        (["--server.draft_model=here"], "is here and server.speculation ngram, which loads no checkpoint"),
+        (["--server.speculation=none", "--server.draft_model=here"], "server.speculation none, which loads no"),
+        ([DRAFT], "speculation is draft_model and server.draft_model is missing"),
+        ([DRAFT, "--server.tensor_parallel=2"], "tensor_parallel 2: a draft split over workers was not compared"),
+        ([DRAFT, "--server.weights=w4a16"], "w4a16: vLLM loads a draft by the loader of the base"),
+        ([DRAFT, "--server.vllm={async-scheduling: true}"], "compared with the policy without it only"),
     ],
 )
 def test_keys_that_do_not_go_with_drafts_are_refused(overrides, reason):
@@ -71,6 +81,107 @@ def test_vllm_is_started_with_the_drafts_of_the_keys():
     assert json.loads(flag) == asked and "--speculative-config" in plan.by_hand
     plan = plans(load_config(CONFIG), CUDA, ["0", "1"])[0]
     assert "speculative_config" not in plan.options
+
+
+# A checkpoint that drafts --------------------------------------------------------------------------------------------
+
+LLAMA = {"model_type": "llama", "vocab_size": 300, "hidden_size": 8, "num_hidden_layers": 8, "num_attention_heads": 2}
+HEAD = LLAMA | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+HEAD3 = HEAD | {"architectures": ["LlamaForCausalLMEagle3"]}
+
+
+def write_checkpoint(folder: Path, facts: dict, rows: int, tokens: tuple[str, ...] = ("a", "b")) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(facts))
+    words = {token: number for number, token in enumerate(tokens)}
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": {"vocab": words}}))
+    save_file({"x.weight": np.zeros((rows, 8), np.float16)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    return write_checkpoint(tmp_path / "base", LLAMA, 100)
+
+
+def planned(base: Path, draft: Path, method: str = "draft_model", vllm: Installed = CUDA) -> list[Plan]:
+    keys = [f"--server.base={base}", f"--server.draft_model={draft}", f"--server.speculation={method}"]
+    return plans(config(*keys, "--rollout.sync=adapter"), vllm, ["0", "1"])
+
+
+@pytest.mark.parametrize(("method", "facts"), [("draft_model", LLAMA), ("eagle", HEAD), ("eagle3", HEAD3)])
+def test_vllm_is_started_with_the_checkpoint_that_drafts(base, tmp_path, method, facts):
+    """In the first model runner and without async scheduling, as it was compared with the policy."""
+    draft = write_checkpoint(tmp_path / "draft", facts, 10)
+    plan = planned(base, draft, method)[0]
+    asked = {"method": method, "num_speculative_tokens": 3, "model": str(draft)}
+    assert plan.options["speculative_config"] == asked and plan.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert plan.options["async_scheduling"] is False and "--no-async-scheduling" in plan.command
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in plans(config(), CUDA, ["0", "1"])[0].environment
+
+
+@pytest.mark.parametrize(
+    ("method", "facts", "reason"),
+    [
+        ("draft_model", LLAMA | {"vocab_size": 301}, "a vocabulary of 301 tokens, the base of 300"),
+        ("draft_model", LLAMA | {"layer_types": ["conv"]}, "layers of conv, whose state vLLM does not take back"),
+        ("draft_model", LLAMA | {"num_experts": 4}, "a mixture of experts, which was not tried"),
+        ("eagle", HEAD3, "is a LlamaForCausalLMEagle3; heads of server.speculation eagle .* are LlamaForCausalLM and"),
+        ("eagle", HEAD | {"hidden_size": 4}, "hidden states of 4 values, the base's have 8"),
+        ("eagle3", HEAD3 | {"eagle_aux_hidden_state_layer_ids": [1, 3, 9]}, "layers 1, 3, 9, which are not different"),
+        ("eagle3", HEAD3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1]}}, "layers 1, 1, which are"),
+    ],
+)
+def test_a_checkpoint_that_cannot_draft_for_the_base_is_refused(base, tmp_path, method, facts, reason):
+    draft = write_checkpoint(tmp_path / "draft", facts, 10)
+    with pytest.raises(BadInput, match=reason):
+        planned(base, draft, method)
+
+
+def test_a_draft_that_is_missing_empty_larger_or_of_another_tokenizer_is_refused(base, tmp_path):
+    with pytest.raises(BadInput, match="none is not a directory"):
+        planned(base, tmp_path / "none")
+    with pytest.raises(BadInput, match="has 800 weights, the base 800: it would cost more"):
+        planned(base, write_checkpoint(tmp_path / "large", LLAMA, 100))
+    draft = write_checkpoint(tmp_path / "draft", LLAMA, 10, ("b", "a"))
+    with pytest.raises(BadInput, match="another tokenizer than the base: its ids"):
+        planned(base, draft)
+    (draft / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(BadInput, match="not a whole safetensors file"):
+        planned(base, draft)
+    (draft / "model.safetensors").unlink()
+    with pytest.raises(BadInput, match="has no weights in safetensors"):
+        planned(base, draft)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_head_is_refused_for_a_base_that_gives_it_no_hidden_states(base, tmp_path, method):
+    draft = write_checkpoint(tmp_path / "draft", HEAD if method == "eagle" else HEAD3, 10)
+    (base / "config.json").write_text(json.dumps(LLAMA | {"model_type": "olmo2"}))
+    with pytest.raises(BadInput, match="the base is a olmo2: vLLM gives heads the hidden states of llama, mistral"):
+        planned(base, draft, method)
+
+
+def test_a_base_inside_a_wrapper_gets_no_draft_by_a_model(base, tmp_path):
+    (base / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "text_config": LLAMA}))
+    with pytest.raises(BadInput, match=r"wraps its language model \(qwen2_5_vl\), whose drafts by a model were not"):
+        plans(config(f"--server.base={base}", DRAFT, f"--server.draft_model={base}"), CUDA, ["0", "1"])
+
+
+def test_the_plan_counts_a_drafts_weights_and_its_kv_cache(tmp_path):
+    facts = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    draft = write_checkpoint(tmp_path / "draft", facts | {"num_key_value_heads": 2}, 1000)
+    card, shape = CARDS["h100-80g"], shape_by_size("8b")
+    ours = config(DRAFT, f"--server.draft_model={draft}")
+    layout, plain = lay_out(shape, ours, card, 2), lay_out(shape, config(), card, 2)
+    assert layout.server[DRAFT_MODEL] == 2 * 8000 / 2**30 and DRAFT_MODEL not in plain.server
+    tokens = ours.rollout.max_prompt_length + ours.rollout.max_completion_length
+    values = tokens * 2 * 3 * 2 * 16 * kv_width(ours)
+    assert sequence_gib(shape, ours) - sequence_gib(shape, config()) == pytest.approx(values / 2**30)
+    assert f"draft_model drafts of up to 3 tokens, by {draft}: " in counted(layout)
+    assert "GiB for the draft's weights. Seconds assume that none is accepted, and count no pass" in counted(layout)
+    away = lay_out(shape, config(DRAFT, "--server.draft_model=/none"), card, 2)
+    assert "the draft cannot be read here, its weights and KV cache are not counted" in counted(away)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +246,14 @@ def test_the_plan_counts_the_logits_of_drafts_and_says_that_there_are_any():
 def vllm_config(**changes) -> SimpleNamespace:
     """vLLM's configuration of a server that drafts on a GPU."""
     one = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
-    one |= {"rejection_sample_method": "standard"} | changes.pop("drafts", {})
-    facts = {"is_hybrid": False, "device_type": "cuda", "worker_extension_cls": ""} | changes
+    one |= {"rejection_sample_method": "standard", "draft_sample_method": "greedy"} | changes.pop("drafts", {})
+    facts = {"is_hybrid": False, "device_type": "cuda", "worker_extension_cls": "", "async_scheduling": False}
+    facts |= {"use_v2_model_runner": False} | changes
     return SimpleNamespace(
         speculative_config=SimpleNamespace(**one),
         model_config=SimpleNamespace(is_hybrid=facts["is_hybrid"]),
+        scheduler_config=SimpleNamespace(async_scheduling=facts["async_scheduling"]),
+        use_v2_model_runner=facts["use_v2_model_runner"],
         device_config=SimpleNamespace(device_type=facts["device_type"]),
         parallel_config=SimpleNamespace(worker_extension_cls=facts["worker_extension_cls"]),
     )
@@ -148,7 +262,12 @@ def vllm_config(**changes) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"drafts": {"method": "eagle"}}, "it drafts by eagle; only n-gram drafts"),
+        ({"drafts": {"method": "mtp"}}, "it drafts by mtp; only drafts of ngram, draft_model, eagle, eagle3 were"),
+        ({"drafts": {"draft_sample_method": "probabilistic"}}, "it samples its drafts (probabilistic), which was not"),
+        ({"drafts": {"use_heterogeneous_vocab": True}}, "it drafts in another vocabulary, which was not compared"),
+        ({"drafts": {"parallel_drafting": True}}, "it drafts all tokens in one pass, which was not compared"),
+        ({"async_scheduling": True}, "with async scheduling"),
+        ({"use_v2_model_runner": True}, "in vLLM's second model runner"),
         ({"drafts": {"rejection_sample_method": "synthetic"}}, "by synthetic rejection sampling"),
         ({"is_hybrid": True}, "recurrent layers"),
         ({"device_type": "cpu"}, "uninitialized memory, and no worker extension corrects it"),
@@ -160,14 +279,21 @@ def test_drafts_that_change_the_distribution_are_no_way_to_sync(monkeypatch, tmp
     without_vllm(monkeypatch, tmp_path)
     engine = Engine(write_base(tmp_path / "base"))
     for name, value in vars(vllm_config(**changes)).items():
-        if name == "speculative_config":
-            engine.vllm_config.speculative_config = value
+        if name in ("speculative_config", "use_v2_model_runner"):
+            setattr(engine.vllm_config, name, value)
         else:
             part = getattr(engine.vllm_config, name, None) or SimpleNamespace()
             setattr(engine.vllm_config, name, SimpleNamespace(**(vars(part) | vars(value))))
     info = Server(engine, tmp_path).info()
     assert info["sync"] == [] and all(reason in why for why in info["refused"].values())
     assert info["speculation"]["draft_tokens"] == 3
+
+
+def test_a_server_says_which_checkpoint_drafts():
+    drafts = {"method": "draft_model", "prompt_lookup_min": 0, "prompt_lookup_max": 0, "model": "/other"}
+    assert speculation.described(vllm_config(drafts=drafts)) == BY_MODEL
+    assert speculation.fault(vllm_config(drafts=drafts)) is None
+    assert speculation.described(vllm_config(drafts={"model": "ngram"})) == SAID
 
 
 def test_a_server_on_a_cpu_may_draft_with_any_extension_of_the_kit():
@@ -230,6 +356,8 @@ def rollout(tiny_model_dir, tmp_path):
         (SAID, [], "it makes ngram drafts of up to 3 tokens, .* its keys say no drafts. Restart it"),
         (None, ON, "it makes no drafts, .* say ngram drafts of up to 3 tokens, 2 to 5 tokens looked up"),
         (SAID | {"draft_tokens": 4}, ON, "drafts of up to 4 tokens, .* up to 3 tokens"),
+        (BY_MODEL, [*ON, DRAFT, "--server.draft_model=/small"], "tokens, by /other, .* up to 3 tokens, by /small"),
+        (BY_MODEL, ON, "draft_model drafts of up to 3 tokens, by /other, .* say ngram drafts"),
     ],
 )
 def test_a_replica_that_drafts_otherwise_is_refused(rollout, said, overrides, reason):
@@ -302,8 +430,10 @@ def sampler():
 
 
 @pytest.mark.parametrize("draft", [2, 0, -1], ids=["likely", "unlikely", "padding"])
-@pytest.mark.parametrize(("temperature", "top_k"), [(0.7, 0), (1.6, 0), (1.0, 3)])
-def test_rejection_sampling_gives_tokens_and_log_probs_of_the_policy(sampler, draft, temperature, top_k):
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.6, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.75), (0.8, 4, 0.9)]
+)
+def test_rejection_sampling_gives_tokens_and_log_probs_of_the_policy(sampler, draft, temperature, top_k, top_p):
     """Two drafts in each of 20,000 sequences; chi-squared tests of the first token, and of the second after each."""
     import torch
     from scipy.stats import chi2
@@ -318,7 +448,7 @@ def test_rejection_sampling_gives_tokens_and_log_probs_of_the_policy(sampler, dr
         temperature=torch.full((count,), temperature),
         all_greedy=False,
         all_random=True,
-        top_p=None,
+        top_p=torch.full((count,), top_p) if top_p < 1 else None,
         top_k=torch.full((count,), top_k, dtype=torch.int32) if top_k else None,
         generators={},
         max_num_logprobs=0,
@@ -350,6 +480,10 @@ def test_rejection_sampling_gives_tokens_and_log_probs_of_the_policy(sampler, dr
     expected = logits / temperature
     if top_k:
         expected = expected.masked_fill(expected < expected.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1:  # the most likely tokens, up to the one that brings them to top_p
+        shares, order = expected.softmax(-1).sort(descending=True)
+        dropped = torch.zeros_like(shares, dtype=torch.bool).scatter(1, order, shares.cumsum(-1) - shares >= top_p)
+        expected = expected.masked_fill(dropped, -torch.inf)
     expected = expected.log_softmax(-1).double()
     log_probs = output.logprobs_tensors.logprobs[:, 0].view(count, 3)
     accepted, statistic, freedom = torch.ones(count, dtype=torch.bool), 0.0, 0

@@ -274,12 +274,17 @@ class ServerConfig:
     )
     max_num_seqs: int = _option(256, "completions that a replica generates at once", FROM_1)
     enforce_eager: bool = _option(False, "no CUDA graphs: starts faster, generates slower")
-    speculation: Literal["none", "ngram"] = _option(
-        "none", "speculative decoding, exact: ngram drafts tokens by prompt lookup, rejection sampling verifies them"
+    speculation: Literal["none", "ngram", "draft_model", "eagle", "eagle3"] = _option(
+        "none",
+        "speculative decoding, exact: what drafts tokens, which rejection sampling verifies: ngram (prompt lookup), a "
+        "small model, or a head on the base's hidden states",
+    )
+    draft_model: str | None = _option(
+        None, "with speculation draft_model, eagle or eagle3: directory of the checkpoint that drafts", limit=PATH
     )
     draft_tokens: int = _option(4, "with speculation: most tokens drafted per sequence and step", DRAFTS)
-    ngram_min: int = _option(2, "with speculation: last tokens that must occur earlier in the text, at least", FROM_1)
-    ngram_max: int = _option(4, "with speculation: last tokens that are looked up, at most", FROM_1)
+    ngram_min: int = _option(2, "with speculation ngram: last tokens that must occur earlier, at least", FROM_1)
+    ngram_max: int = _option(4, "with speculation ngram: last tokens that are looked up, at most", FROM_1)
     host: str | None = _option(None, "address to bind; default the URL's host, which must be this machine's")
     adapter_roots: list[str] = _option(
         [], "directories, besides the run's own, below which the servers read adapters, for runs that share them"
