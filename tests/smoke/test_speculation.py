@@ -32,7 +32,7 @@ from tests import processes
 from tests.conftest import CONFIG, ROOT, run_here
 from tests.draft_checkpoints import write_draft_model, write_head
 
-# Eight servers start, one after the other, and as many runs: a quarter of an hour on two cores.
+# Five servers start, one after the other, and as many runs: ten minutes on two cores.
 pytestmark = pytest.mark.slow
 SESSION, VERSION, AT_ONCE, DRAFTS, BLOCK = "drafts", 1, 64, 3, 32
 KEYS = {
@@ -51,7 +51,10 @@ KEYS = {
     "server.ngram_min": 1,
     "server.ngram_max": 3,
 }
-METHODS = [(way, method) for method in ("ngram", "draft_model", "eagle", "eagle3") for way in ("adapter", "remerge")]
+METHODS = [("adapter", "ngram"), ("remerge", "ngram"), ("remerge", "draft_model"), ("remerge", "eagle")]
+METHODS += [("adapter", "eagle3")]
+# The other pairs: pytest -m sweep.
+OTHERS = [("adapter", "draft_model"), ("adapter", "eagle"), ("remerge", "eagle3")]
 
 
 @dataclass
@@ -128,7 +131,9 @@ def prompt(base) -> list[int]:
     return ids[(len(ids) - 1) % BLOCK :]
 
 
-@pytest.fixture(scope="module", params=METHODS, ids="-".join)
+@pytest.fixture(
+    scope="module", params=[*METHODS, *(pytest.param(one, marks=pytest.mark.sweep) for one in OTHERS)], ids="-".join
+)
 def served(
     request, base, drafts, adapter, prompt, tmp_path_factory, recipe_arguments, learning_model_dir
 ) -> Iterator[Served]:
