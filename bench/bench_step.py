@@ -293,8 +293,9 @@ class Bench:
                 raise Failed(f"{self.left:.0f} s were left, {LEAST_S[kind]:.0f} are needed")
             if kind == "ours" and ("ours" not in self.servers or served_keys(side) != self.served):
                 self.serve(served_keys(side))
-            # An overlapped row's second step has full length: a batch generated behind a short step is not hidden.
-            write_lengths(self.work, self.loads[load], self.options.warm, self.options.warm_tokens)
+            # A batch generated behind a short step is not hidden, so an overlapped row has no short steps.
+            first_tokens = None if self.warm(side) > self.options.warm else self.options.warm_tokens
+            write_lengths(self.work, self.loads[load], self.options.warm, first_tokens)
             self.watch.reset()
             steps = self.stock_steps(side, load) if kind == "stock" else self.our_steps(side, load, trainers, cards)
             if not (counted := [one for one in steps if one["number"] > self.warm(side)]):

@@ -8,8 +8,8 @@
 #
 # A round is a JSON for each part: PARTS_AB and PARTS_CD choose and order them: stock_A (colocated on both cards),
 # default_A (its server on a card of its own), our_A (both cards in turn), over_A (overlapped), stream_B, ours_AB and ours_CD (a
-# server for all of them), update (bench_update.py on the first card, Unsloth too with UNSLOTH_PATH), flashinfer (wait
-# for its kernels). OUT and WORK are the folders of results and of the model, PAIR_AB and PAIR_CD the cards;
+# server for all of them), update (bench_update.py on the first card, Unsloth too with UNSLOTH_PATH), remerge
+# (remerge_weights.py on the second), flashinfer (wait for its kernels); parts joined by + run at once. OUT and WORK are the folders of results and of the model, PAIR_AB and PAIR_CD the cards;
 # what still runs after END_S seconds ends. With FLASHINFER_PATH, a folder to import it from, `prepare` compiles its
 # kernels, and our servers use it once they are there. Cards of 80 GB get other settings: packs of half the length,
 # smaller micro-batches of stock's.
@@ -22,7 +22,7 @@ GIB=${GIB:-$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -
 V=${V:-fp8+liger+shared+none+adamw_fused+cudnn}
 if [ "${GIB:-141}" -lt 100 ]; then
     V=$V+train.micro_batch_tokens=8704 VB=${V/none/auto}
-    BEST_A=stock+both+none+micro=2 BEST_B=stock+both+none+micro=1 BEST_C=stock+both+micro=2+share=.6 BEST_D=stock+both
+    BEST_A=stock+both+none+micro=2 BEST_B=stock+both+none+micro=1 BEST_C=stock+both+micro=2+share=.64 BEST_D=stock+both
     KV_AB=14 KV_C=15 KV_D=11 KV_OVER_C=42
 else
     VB=$V
@@ -59,7 +59,7 @@ ours() { # ours CARDS NAME LOADS KV words...: rows of ours with these levers, by
 part() { # part CARDS NAME
     local best=BEST_${2#stock_}
     WARM="--warm_tokens 128"
-    case $2 in *C | *D) WARM="--warm_tokens 512" ;; esac
+    case $2 in *C* | *D) WARM="--warm_tokens 512" ;; esac
     case $2 in
         stock_[A-D]) step "$1" "$2" --loads "${2#stock_}" $WARM --stock_sides "${!best}" ;;
         default_[A-D]) step "$1" "$2" --loads "${2#default_}" $WARM ;;
@@ -70,13 +70,20 @@ part() { # part CARDS NAME
         ours_CD) ours "$1" "$2" "C D" $KV_C "$VB+both" ;;
         our_C) ours "$1" "$2" C $KV_C "$VB+both" ;;
         our_D) ours "$1" "$2" D $KV_D "$VB+both" ;;
+        our_C_over_AB) ours "$1" "$2" "A B C" $KV_C "$VB+both@C" "$V+overlap@B" "$V+overlap@A" ;;
         over_C) ours "$1" "$2" C $KV_OVER_C "$V+overlap" ;;
         over_D) ours "$1" "$2" D $KV_D "$V+overlap" ;;
         update)
-            CUDA_VISIBLE_DEVICES=${1%%,*} $PYTHON bench/bench_update.py --cases ${UNSLOTH_PATH:+unsloth} plain "$V" \
-                --targets qkvo all --batches 8x2048 ${UNSLOTH_PATH:+--unsloth_path "$UNSLOTH_PATH"} --limit_s 180 \
+            CUDA_VISIBLE_DEVICES=${1%%,*} $PYTHON bench/bench_update.py \
+                --cases plain fp8+liger+shared+none+adamw_fused+cudnn ${UNSLOTH_PATH:+unsloth} \
+                --targets ${TARGETS:-qkvo all} --batches 8x2048 ${UNSLOTH_PATH:+--unsloth_path "$UNSLOTH_PATH"} --limit_s 180 \
                 --out "$OUT/update_one-$ROUND.json" >"$W/update-$ROUND.log" 2>&1
             tail -12 "$W/update-$ROUND.log" | cut -c1-200
+            ;;
+        remerge)
+            CUDA_VISIBLE_DEVICES=${1##*,} $PYTHON bench/remerge_weights.py --weights w4a16 fp8_per_channel \
+                >"$W/remerge-$ROUND.log" 2>&1
+            tail -8 "$W/remerge-$ROUND.log" | cut -c1-200
             ;;
         flashinfer) until [ -f "$W/flashinfer.log.end" ] || [ "$SECONDS" -gt "$END_S" ]; do sleep 1; done ;;
         *) echo "there is no part $2" ;;
@@ -89,7 +96,10 @@ pair() { # pair CARDS PARTS...: in turn
     mkdir -p "$W/cards${cards//,/}"
     for one in model base; do ln -sfn "$W/first/$one" "$W/cards${cards//,/}/$one"; done
     until [ -f "$W/first/model/COMPLETE" ] || [ "$SECONDS" -gt "$END_S" ]; do sleep 1; done
-    for one in "$@"; do part "$cards" "$one"; done
+    for one in "$@"; do
+        for word in ${one//+/ }; do part "$cards" "$word" & done
+        wait
+    done
 }
 
 compile() { # FlashInfer's kernels, by an engine that needs them

@@ -2,12 +2,12 @@
 
 vLLM loads it through the entry point that `servers.write_plugin` puts beside it. BENCH_LENGTHS names a JSON file,
 {"first": initial lengths, "then": lengths that follow, repeated}, which is read again whenever it changes. A group of
-ours takes its position from the number in its request's id, so that several replicas give a step the same lengths as
-one would; other groups take theirs in order of arrival. So all steps with equally many completions have the same
-lengths. Only the count ends a completion, and no logit is changed. Requests for one completion (a canary, a score) are
-left alone, but not in TRL's colocated mode, which asks for every completion by itself: there each process names its
-part of a step, "1/2", in BENCH_LENGTHS_PART, and its engine gives the lengths of that part. Written for vllm 0.26 to
-0.31.
+ours takes its position from the version and number in its request's id, so that several replicas give a step the same
+lengths as one would; other groups take theirs in order of arrival. So all steps with equally many completions have the
+same lengths. Only the count ends a completion, and no logit is changed. Requests for one completion (a canary, a
+score) are left alone, but not in TRL's colocated mode, which asks for every completion by itself: there each process
+names its part of a step, "1/2", in BENCH_LENGTHS_PART, and its engine gives the lengths of that part. Written for vllm
+0.26 to 0.31.
 """
 
 import copy
@@ -16,7 +16,7 @@ import os
 import re
 from typing import Any
 
-OUR_NUMBER = re.compile(r"-v\d+-(\d+)\b")  # kit/rollout/dispatch.py: session, version, number of the group
+OUR_NUMBER = re.compile(r"-v(\d+)-(\d+)\b")  # kit/rollout/dispatch.py: session, version, number in the version
 
 
 class Lengths:
@@ -32,8 +32,9 @@ class Lengths:
             with open(self.file) as stream:
                 found = json.load(stream)
             self.first, self.then, self.written, self.taken = found["first"], found["then"], written, 0
-        if number := OUR_NUMBER.search(request_id):
-            return int(number.group(1)) * count
+        if found := OUR_NUMBER.search(request_id):
+            version, number = map(int, found.groups())  # a step's numbers follow each other, from anywhere
+            return version * len(self.then) + number * count % len(self.then)
         self.taken += count
         return self.taken - count
 

@@ -404,7 +404,7 @@ def test_a_process_of_colocated_stock_samples_its_part_of_every_step(monkeypatch
 def test_the_steps_that_warm_up_can_be_short(parent, tmp_path):
     write_lengths(tmp_path, Work(4, 9), warm=1, warm_tokens=3)
     assert [lengths_of(parent(2)) for _ in range(5)] == [[3, 3], [3, 3], [9, 9], [9, 9], [9, 9]]
-    ours = [f"3f2a-v0-{number}" for number in (4, 1, 2, 0)]
+    ours = [f"3f2a-v{version}-{number}" for version, number in ((1, 16), (0, 17), (2, 1), (0, 16))]
     assert [lengths_of(parent(2, one)) for one in ours] == [[9, 9], [3, 3], [9, 9], [3, 3]]
     write_lengths(tmp_path, Work(4, 9), warm=1)
     os.utime(tmp_path / "lengths.json", ns=(1, 1))
