@@ -6,13 +6,17 @@
 #   bash bench/step_best.sh prepare ab              # two cards
 #   REHEARSE=--rehearse bash bench/step_best.sh prepare ab table       # a tiny shape on a CPU
 #
-# A round is a JSON for each part: PARTS_AB and PARTS_CD choose and order them: stock_A (colocated on both cards),
-# default_A (its server on a card of its own), our_A (both cards in turn), over_A (overlapped), stream_B, ours_AB and ours_CD (a
-# server for all of them), update (bench_update.py on the first card, Unsloth too with UNSLOTH_PATH), remerge
-# (remerge_weights.py on the second), flashinfer (wait for its kernels); parts joined by + run at once. OUT and WORK are the folders of results and of the model, PAIR_AB and PAIR_CD the cards;
-# what still runs after END_S seconds ends. With FLASHINFER_PATH, a folder to import it from, `prepare` compiles its
-# kernels, and our servers use it once they are there. Cards of 80 GB get other settings: packs of half the length,
-# smaller micro-batches of stock's.
+# A round is a JSON for each part. PARTS_AB and PARTS_CD choose and order them; parts joined by + run at once:
+#   stock_A           TRL colocated on both cards; without checkpointing where that fits, see BEST_A to BEST_D
+#   default_A         TRL's trainer on a card and its server on the other
+#   our_A, over_A     both cards in turn; overlapped, a card each
+#   stream_B          the update begins with the first groups, strictly on-policy
+#   ours_AB, ours_CD, our_C_over_AB    several rows by one server
+#   update, remerge   bench_update.py on the first card, also Unsloth with UNSLOTH_PATH; remerge_weights.py on the second
+#   flashinfer        wait for its kernels, which `prepare` compiles with FLASHINFER_PATH, a folder to import it from, on
+#                     COMPILE_CARD; our servers use it from then on
+# OUT and WORK are the folders of results and of the model, PAIR_AB and PAIR_CD the cards; what still runs after END_S
+# seconds ends. Cards of 80 GB get other settings: packs of half the length, smaller micro-batches of stock's.
 set -u
 cd "$(dirname "$0")/.."
 ROUND=${ROUND:-1} END_S=${END_S:-3000} REHEARSE=${REHEARSE:-} PYTHON=${PYTHON:-python3}
@@ -110,17 +114,28 @@ compile() { # FlashInfer's kernels, by an engine that needs them
     if [ -f "$W/flashinfer" ]; then echo "FlashInfer: ready after $SECONDS s"; else echo "FlashInfer: failed"; tail -5 "$W/flashinfer.log"; fi
 }
 
+prepare() { # the model and its base, FlashInfer's kernels beside them
+    mkdir -p "$W/first"
+    CUDA_VISIBLE_DEVICES=${PREPARE_CARD:-1} $PYTHON bench/bench_step.py $REHEARSE --part prepare --loads A B C D \
+        --work "$W/first" --out "$W/prepare.json" >"$W/prepare.log" 2>&1 &
+    [ -n "${FLASHINFER_PATH:-}" ] && compile &
+    wait
+}
+
+ab() { pair "${PAIR_AB:-0,1}" ${PARTS_AB:-stock_A stock_B ours_AB}; }
+
+of_cd() { pair "${PAIR_CD:-2,3}" ${PARTS_CD:-stock_D stock_C our_C our_D over_C}; }
+
+pooled() { (
+    shopt -s nullglob
+    $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over,stream}_*.json
+); }
+
 for word in "$@"; do
     case $word in
-        prepare)
-            mkdir -p "$W/first"
-            CUDA_VISIBLE_DEVICES=${PREPARE_CARD:-1} $PYTHON bench/bench_step.py $REHEARSE --part prepare --loads A B C D \
-                --work "$W/first" --out "$W/prepare.json" >"$W/prepare.log" 2>&1 &
-            [ -n "${FLASHINFER_PATH:-}" ] && compile &
-            ;;
-        ab) pair "${PAIR_AB:-0,1}" ${PARTS_AB:-stock_A stock_B ours_AB} & ;;
-        cd) pair "${PAIR_CD:-2,3}" ${PARTS_CD:-stock_D stock_C our_C our_D over_C} & ;;
-        table) wait && (shopt -s nullglob; $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over,stream}_*.json) ;;
+        prepare | ab) $word & ;;
+        cd) of_cd & ;;
+        table) wait && pooled ;;
         *) echo "there is no $word"; exit 2 ;;
     esac
 done
