@@ -185,7 +185,7 @@ class PolicyStep:
             is_open = is_last and number == len(parts)
             # DDP exchanges the sum of the gradients once, in the last backward. FSDP2 hides what it has not exchanged
             # from `scale_gradients`, so it exchanges that of each batch.
-            is_summed = is_open or (self.policy.is_split and number == len(parts))
+            is_summed = number == len(parts) and (is_last or self.policy.is_split)
             with contextlib.nullcontext() if is_summed else self.accelerator.no_sync(model):
                 if IDLE in part:
                     loss = self.no_loss(model, part)

@@ -44,6 +44,7 @@ OPEN = {"rollout.server_urls": "http://127.0.0.1:8000", "policy.target_modules":
 OPEN |= {"environment.factory": "module:callable", "environment.tools": "module:function, or python"}
 OPEN |= {"reward.answer_form": "with {answer} in its place"}
 OPEN |= {"environment.factory": "or openenv, verifiers", "environment.tools": "as module:function, or python"}
+OPEN |= {"server.draft_model": "directory of the checkpoint that drafts"}
 
 
 def described() -> dict[str, str]:
