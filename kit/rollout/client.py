@@ -579,7 +579,7 @@ class ServerRollout:
         return [_sample_facts(sample) for samples in groups for sample in samples]
 
     def _prompts(self, prompt_ids: list[list[int]], group: int) -> list[list[int]]:
-        """The prompt of each group."""
+        """Return the prompt of each group."""
         prompts = prompt_ids[::group]
         if any(prompt_ids[i] != prompts[i // group] for i in range(len(prompt_ids))):
             raise CheckFailed("the prompts of a group differ: the trainer's sampler no longer repeats each prompt.")
@@ -610,7 +610,7 @@ class ServerRollout:
 
 
 def _sample_facts(sample: Sample) -> tuple:
-    """(token ids, log-probs, experts or None), which processes can send each other."""
+    """Return (token ids, log-probs, experts or None), which processes can send each other."""
     return sample.token_ids.tolist(), sample.logprobs.tolist(), sample.experts
 
 

@@ -64,7 +64,7 @@ def scale_gradients(model: torch.nn.Module, scale: torch.Tensor) -> None:
 
 
 def pad_columns(values: torch.Tensor, columns: int) -> torch.Tensor:
-    """(b, C) with zeros on the right, (b, columns)."""
+    """Pad (b, C) with zeros on the right to (b, columns)."""
     return torch.nn.functional.pad(values, (0, columns - values.size(1)))
 
 
@@ -134,11 +134,11 @@ class PolicyStep:
         return loss
 
     def streamed_loss(self, model: torch.nn.Module, batches: Iterator[dict], rows: int) -> torch.Tensor:
-        """As `loss`, of a step's `rows` rows that come in several batches while others are generated: every batch is
-        passed backward before the next is asked for.
+        """Compute the loss of a step whose `rows` rows come in batches, each passed backward before the next is asked
+        for; otherwise as `loss`.
 
-        Where the loss is divided by the tokens of the step, which are known with the last batch only, gradients and
-        loss so far are divided by those so far, and rescaled with each batch.
+        The tokens of the step are known with its last batch. Where the loss is divided by them, gradients and loss are
+        divided by the tokens so far and rescaled with each batch.
         """
         total, tokens, is_last = torch.zeros((), device=self.accelerator.device), None, False
         for batch in batches:
@@ -158,7 +158,7 @@ class PolicyStep:
         return loss + (total - loss.detach())
 
     def _parts(self, inputs: dict) -> tuple[list[list[int]], list[dict]]:
-        """The rows of each micro-batch, and the micro-batches with the reference's log-probs; idle ones follow."""
+        """Return rows by micro-batch, and the micro-batches with the reference's log-probs, idle ones last."""
         rows = len(inputs["completion_ids"])
         plan = [list(range(rows))] if self.config.train.micro_batch_tokens is None else self.plan(inputs)
         if self.dropouts:
@@ -178,8 +178,8 @@ class PolicyStep:
         step_tokens: torch.Tensor,
         is_last: bool = True,
     ) -> torch.Tensor:
-        """Forward and backward of micro-batches, but of the step's last only the forward: the caller passes its loss
-        backward. The value covers all of them."""
+        """Run micro-batches forward and backward, the step's last one only forward: the caller passes the result
+        backward. Its value covers all of them."""
         total: torch.Tensor | float = 0.0
         for number, part in enumerate(parts, start=1):
             is_open = is_last and number == len(parts)

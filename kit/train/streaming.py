@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 def joined(parts: list[Part], accelerator: Accelerator) -> tuple[Drawn, torch.Tensor]:
-    """All rows of a step in their order, and the indices (R,) that bring values of `parts` into it."""
+    """Return all rows of a step in their order, and the indices (R,) that bring values of `parts` into it."""
     order = torch.tensor([place for part in parts for place in part.places]).argsort()
     drawn, first = [part.drawn for part in parts], parts[0].drawn
 

@@ -529,8 +529,8 @@ class PolicyTrainer(GRPOTrainer):
         return batch
 
     def stream(self, rows: list[dict]) -> Iterator[dict[str, torch.Tensor]]:
-        """As `sample`, in batches of whole groups that have finished while the servers generate the others. The step's
-        metrics are logged with the last."""
+        """Yield the inputs of the loss in batches of groups that have finished, while the servers generate the others.
+        The step's metrics are logged with the last."""
         self._note_problems(rows)
         prompt_ids = self._token_ids([row["prompt"] for row in rows])
         sampler, least = cast(StreamSampler, self.sampler), self.config.rollout.stream_groups
@@ -577,7 +577,7 @@ class PolicyTrainer(GRPOTrainer):
         self._pending_extra_logs.clear()
 
     def _batch(self, drawn: Drawn) -> dict[str, torch.Tensor]:
-        """This process's rows as the loss reads them, and the number of tokens in the loss of all processes' rows."""
+        """Make the inputs of the loss from this process's rows, with the tokens in the loss of all processes' rows."""
         masked = drawn.is_truncated if self.mask_truncated_completions else []
         padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of, self.accelerator.device
         batch = row_tensors(drawn.prompt_ids, drawn.made, masked, *padding)
@@ -585,7 +585,7 @@ class PolicyTrainer(GRPOTrainer):
         return batch
 
     def _own(self, values: torch.Tensor, rows: int) -> torch.Tensor:
-        """This process's part of values of all processes' rows, `rows` in each."""
+        """Return this process's part of values of all processes' rows, `rows` in each."""
         return values[self.accelerator.process_index * rows :][:rows]
 
     def _note_sampled(self, drawn: Drawn, advantages: torch.Tensor) -> None:
