@@ -1,4 +1,4 @@
-"""What `server.kv_cache` is on this machine: the flags of vLLM, and why.
+"""`server.kv_cache` on this machine: the flags of vLLM, and their reason.
 
 `fastest` needs compiled kernels of FlashInfer. On Hopper vLLM decodes by its XQA kernel and reads prompts by its
 FlashAttention 3 kernel. flashinfer-python has the sources of both, which are built for each model's heads: in package
@@ -58,7 +58,7 @@ class FlashInfer:
         )
 
     def fault(self, attention: Attention, wait_s: float) -> str:
-        """Why vLLM cannot start by FlashInfer here without a long compilation, and the fix; empty if it can."""
+        """Explain why vLLM cannot start by FlashInfer without a long compilation, with the fix; empty if it can."""
         if self.version is None:
             return f"{PYTHON} is not installed. Install vLLM's requirements"
         if CUBINS not in self.packages and not self.vouched:
@@ -98,7 +98,7 @@ class Choice:
 
 
 def installed_flashinfer() -> FlashInfer:
-    """What this environment, which is the servers', has of FlashInfer; nothing is imported."""
+    """Find what this environment, which is the servers', has of FlashInfer; nothing is imported."""
     packages: dict[str, str] = {}
     folders: set[Path] = set()
     for one in metadata.distributions():

@@ -76,7 +76,7 @@ def recurrent_layers(facts: Mapping[str, Any]) -> list[str]:
 
 
 def draft_faults(draft: DraftCheckpoint, method: str, base: Path, facts: Mapping[str, Any]) -> list[str]:
-    """Why a checkpoint cannot draft by `method` for the base in a directory, whose language model has `facts`."""
+    """Explain why a checkpoint cannot draft by `method` for the base in a directory; `facts` of its language model."""
     found, name = [], f"server.draft_model {draft.directory}"
     ours = draft.facts
     if (one := ours.get("vocab_size")) != (two := facts.get("vocab_size")):
@@ -98,7 +98,7 @@ def draft_faults(draft: DraftCheckpoint, method: str, base: Path, facts: Mapping
 
 
 def _head_faults(name: str, ours: Mapping[str, Any], method: str, facts: Mapping[str, Any]) -> list[str]:
-    """Why a head does not fit the hidden states of a base with `facts`."""
+    """Explain why a head does not fit the hidden states of a base with `facts`."""
     found = []
     kind = (ours.get("architectures") or [None])[0]
     if kind not in HEADS[method]:

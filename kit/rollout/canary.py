@@ -43,7 +43,7 @@ class CanaryResult:
     not_finite: int
 
     def problem(self, max_delta: float) -> str | None:
-        """Why this replica must not be sampled from, or None. `max_delta`: rollout.max_canary_delta."""
+        """Explain why this replica must not be sampled from, or None. `max_delta`: rollout.max_canary_delta."""
         if self.not_finite:
             return (
                 f"{self.not_finite} of {self.tokens} canary tokens have a log-prob that is not finite: the weights "

@@ -103,8 +103,8 @@ class ServerRollout:
 
     @property
     def product(self) -> str | None:
-        """What the replicas multiply (W8A8, W8A16, W16A16), and whether `server.force_w8a16` made it so; None if not
-        known."""
+        """Name what the replicas multiply (W8A8, W8A16, W16A16), and whether `server.force_w8a16` made it so; None if
+        that is not known."""
         found = {(info.get("product"), info.get("is_forced", False)) for info in self._infos.values()}
         names = [f"{name} (forced)" if forced else name for name, forced in sorted(found, key=str) if name]
         return ", ".join(names) or None
@@ -126,8 +126,8 @@ class ServerRollout:
                 )
 
     def share_base(self) -> dict[str, Any]:
-        """Where the replica holds its base in memory (`server.share_base`), as kit/weights/shared_memory.py describes
-        it; from now on the run ends when the replica does (`server_watch`). `BadInput` if it shares none."""
+        """Ask where the replica holds its base in memory (`server.share_base`), as kit/weights/shared_memory.py
+        describes it; from now on the run ends when the replica does (`server_watch`). `BadInput` if it shares none."""
         from kit.weights.shared_memory import described_bytes
 
         (replica,) = self.replicas

@@ -188,7 +188,7 @@ class ServerTurns:
 
 
 def experts_fault(samples: list[Sample], prompt_tokens: int) -> str | None:
-    """Why the experts of samples of a prompt cannot be compared or replayed; None if they can."""
+    """Explain why the experts of samples of a prompt cannot be compared or replayed; None if they can."""
     for sample in samples:
         if sample.experts is None:
             return (

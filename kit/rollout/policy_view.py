@@ -46,7 +46,7 @@ class PolicyView(Protocol):
 
 
 class Report(NamedTuple):
-    """What a sampler adds to the step's line of metrics.jsonl: figures, and seconds by phase."""
+    """A sampler's addition to the step's line of metrics.jsonl: figures, and seconds by phase."""
 
     figures: dict[str, Any]
     seconds: dict[str, float]
@@ -67,7 +67,7 @@ class Rollouts:
 
 
 class Sampler(Protocol):
-    """Where completions come from: replicas, or the policy in this process."""
+    """A source of completions: replicas, or the policy in this process."""
 
     def generate(self, policy: PolicyView, prompt_ids: list[list[int]], group: int | None = None) -> Rollouts:
         """Complete this process's prompts; called by all processes together. A prompt stands `group` (default

@@ -33,7 +33,7 @@ class Attention:
 
 
 def attention_of(facts: Mapping[str, Any]) -> Attention | None:
-    """Attention of a language model from its config.json; None if that names no heads."""
+    """Read the attention of a language model from its config.json; None if that names no heads."""
     heads = facts.get("num_attention_heads")
     if not heads or not facts.get("hidden_size"):
         return None
@@ -48,7 +48,7 @@ def attention_of(facts: Mapping[str, Any]) -> Attention | None:
 
 
 def model_dtype_because(config: Config, capability: tuple[int, int] | None, attention: Attention | None) -> str:
-    """Why `server.kv_cache: fastest` stays in the model's dtype on a GPU; empty if FP8 by FlashInfer was measured to
+    """Explain why `server.kv_cache: fastest` stays in the model's dtype; empty if FP8 by FlashInfer was measured to
     be faster. None stands for a GPU or a model that is not known."""
     server, rollout, policy = config.server, config.rollout, config.policy
     set_by_user = sorted({str(key).replace("-", "_").partition(".")[0] for key in server.vllm} & ATTENTION_FLAGS)
@@ -84,7 +84,7 @@ def model_dtype_because(config: Config, capability: tuple[int, int] | None, atte
 
 
 def completions_at_once(config: Config) -> int:
-    """Completions that a replica generates at once in a step, as far as the configuration tells: of one trainer
+    """Count the completions of a step on a replica at once, as far as the configuration tells: of one trainer
     process without `train.gpus`."""
     train, server = config.train, config.server
     processes = len(train.gpus or [0])
