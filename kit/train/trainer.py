@@ -78,7 +78,7 @@ from kit.train.checkpoint import (
 from kit.train.data_order import passes_made, skip_passes
 from kit.train.episode_steps import KEYS as EPISODE_KEYS
 from kit.train.episode_steps import EpisodeSteps, recorded
-from kit.train.figures import StepFigures
+from kit.train.figures import StepFigures, peak_gib
 from kit.train.finite import FiniteAdapter, FiniteGradients
 from kit.train.group_rewards import give_groups, take_rewards
 from kit.train.head_tiles import use_host_tiles
@@ -812,7 +812,7 @@ class PolicyTrainer(GRPOTrainer):
         seconds["step"] = time.perf_counter() - (mine.started or time.perf_counter())
         others = sum(seconds.get(name, 0.0) for name in ("rollout", "reward", "heldout", "reference", "teacher"))
         seconds["update"] = max(0.0, seconds["step"] - others)
-        mine.note_peak("update")
+        mine.peak_gib["update"] = max(mine.peak_gib.get("update", 0.0), peak_gib())
         counts, means = mine.counts, dict.fromkeys(METRICS.values())
         means |= {ours: logs[theirs] for theirs, ours in METRICS.items() if theirs in logs}
         if self.config.train.mask_truncated and means["truncated_fraction"] == 1:
