@@ -274,6 +274,7 @@ def put_on_levers(model: Any, config: Any) -> None:
 
     from kit.core.format_names import read_quant_format
     from kit.policy.fused_linear import use_fused_linears
+    from kit.policy.fused_mlp import use_fused_mlps
     from kit.policy.liger import use_kernels
     from kit.policy.packed.attention import use_packed_attention
     from kit.policy.quantized_linear import quantized_layers, use_quantized_linears
@@ -289,6 +290,7 @@ def put_on_levers(model: Any, config: Any) -> None:
         for layer in quantized_layers(model).values() if fmt.needs_calibration else ():
             layer.product.input_peak = layer.weight.new_tensor(INPUT_PEAK, dtype=torch.float32)
     use_kernels(model, config)
+    use_fused_mlps(model, config)
     use_recompute(model, config)
 
 

@@ -36,6 +36,7 @@ LEVERS: dict[str, dict[str, str]] = {
     "fused": {"policy.compute": "fused"},
     "fp8": {"policy.compute": "fp8"},
     "liger": {"policy.kernels": "liger"},
+    "mlp": {"policy.fused_mlp": "true"},  # with fused or fp8
     "none": {"train.recompute": "none"},
     "selective": {"train.recompute": "selective"},
     "half": {"train.recompute_fraction": "0.5"},

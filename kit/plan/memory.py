@@ -188,7 +188,8 @@ def _mlp_part(shape: Shape, config: Config, width: int, layers: int) -> Part:
     targets = set(shape.targeted(config.policy.target_modules))
     # liger's SwiGLU recomputes silu(gate).
     kept: float = narrow * bool({"gate_proj", "up_proj"} & targets) * shape.hidden
-    kept += narrow * ((2 if liger else 3) + ("down_proj" in targets)) * width
+    # One function keeps the products of gate and up, and recomputes down's input too.
+    kept += narrow * (2 if config.policy.fused_mlp else (2 if liger else 3) + ("down_proj" in targets)) * width
     kept += _ranks(shape, config, {"gate_proj", "up_proj", "down_proj"}, layers)
     products = 0.0
     if config.train.recompute == "selective":

@@ -186,9 +186,9 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             rows, xa, outputs = x.reshape(-1, x.shape[-1]).to(dtype), None, []
             if any(a is not None for a in down):
-                xa = rows @ _stack(down, dtype).t()  # (T, Σ r)
+                xa = rows @ stack(down, dtype).t()  # (T, Σ r)
             quantized = quantize_rows(rows) if products[0].is_fp8 and len(rows) else None
-            for product, b, part in zip(products, up, _parts(xa, down), strict=True):
+            for product, b, part in zip(products, up, split_parts(xa, down), strict=True):
                 y = product.forward(rows, quantized)
                 if b is not None:
                     add_low_rank(y, part, b.to(dtype).t(), scaling)
@@ -215,7 +215,7 @@ class _Linear(torch.autograd.Function):
             if ctx.needs_input_grad[0] and gs:
                 dx = input_gradient([ctx.products[n] for n in gs], list(gs.values()))
                 if adapted:
-                    add_low_rank(dx, gb, _stack(factor, ctx.dtype), ctx.scaling)
+                    add_low_rank(dx, gb, stack(factor, ctx.dtype), ctx.scaling)
                 dx = torch.ops.aten._unsafe_view(dx, ctx.shape).to(ctx.x_type)
             if any(needed[2 * n] for n in adapted):
                 rows = x.reshape(-1, x.shape[-1]).to(ctx.dtype)
@@ -224,18 +224,18 @@ class _Linear(torch.autograd.Function):
                     found[2 * n] = part.mul(ctx.scaling).to(down[n].dtype) if needed[2 * n] else None
             for n in adapted:
                 if needed[2 * n + 1]:
-                    part = _parts(xa, down)[n]
+                    part = split_parts(xa, down)[n]
                     found[2 * n + 1] = gradient(gs[n].t(), part, up[n].dtype).mul_(ctx.scaling)
         return dx, None, None, None, *found
 
 
-def _stack(factors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+def stack(factors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
     """Stack factors (r, in) to (Σ r, in), skipping those that are None."""
     given = [one.to(dtype) for one in factors if one is not None]
     return torch.cat(given) if len(given) > 1 else given[0]
 
 
-def _parts(stacked: torch.Tensor | None, factors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def split_parts(stacked: torch.Tensor | None, factors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Columns of `stacked` (T, Σ r) that belong to each of the factors (r, in); None for those that are None."""
     parts, first = [], 0
     for one in factors:
@@ -312,7 +312,7 @@ class Group:
                 return y
         waiting.outputs = None
         together = [] if number or x.is_inference() else [member.settings(x) for member in self._members]
-        if not _fit(together):
+        if not fit(together):
             return _apply([module], x, [settings])[0]
         first, *others = _apply(self._members, x, together)
         waiting.outputs = {n: (together[n].versions(), y) for n, y in enumerate(others, start=1)}
@@ -320,7 +320,7 @@ class Group:
         return first
 
 
-def _fit(together: list[Settings | None]) -> bool:
+def fit(together: list[Settings | None]) -> bool:
     """Whether layers can be one function: the same dtype, and the same scaling for those with an adapter."""
     if not together or None in together or len({one.dtype for one in together}) > 1:
         return False

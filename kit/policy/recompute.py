@@ -132,20 +132,28 @@ def _tag_base_products(layer: torch.nn.Module) -> None:
 
 
 def _skip_unread(module: torch.nn.Module) -> None:
-    """Wrap the forward of a layer's last linear layer (only this module): its product is not read in a second run."""
+    """Mark a layer's last linear layer, and wrap its forward (only this module's): its product is not read in a second
+    run. A function that computes it without calling the module does so within `unread_product`."""
     forward = module.forward
 
     @functools.wraps(forward)
     def marked(*args: Any, **keys: Any) -> torch.Tensor:
-        _now.is_last = True
-        try:
-            alone = _now.is_second_run and _now.mode is None
-            with _Second([]) if alone else contextlib.nullcontext():
-                return forward(*args, **keys)
-        finally:
-            _now.is_last = False
+        with unread_product():
+            return forward(*args, **keys)
 
-    module.forward = marked
+    module.forward, module.is_unread = marked, True
+
+
+@contextlib.contextmanager
+def unread_product() -> Iterator[None]:
+    """Tag a product within the block, and what is added to it, as a layer's last: not computed in a second run."""
+    _now.is_last = True
+    try:
+        alone = _now.is_second_run and _now.mode is None
+        with _Second([]) if alone else contextlib.nullcontext():
+            yield
+    finally:
+        _now.is_last = False
 
 
 def is_answered() -> bool:

@@ -93,6 +93,7 @@ def check_model(config: Config, dry_run: bool = False) -> Any:
     """
     import torch
 
+    from kit.policy.fused_mlp import check_fused_mlp
     from kit.policy.host_embedding import check_embeddings
     from kit.policy.liger import check_kernels
     from kit.policy.load import check_base, check_init_adapter, check_init_layers, describe_start
@@ -110,6 +111,7 @@ def check_model(config: Config, dry_run: bool = False) -> Any:
     if start := describe_start(config):
         say(start)
     check_kernels(config, model_config.model_type, installed=not dry_run or torch.cuda.is_available())
+    check_fused_mlp(config, model_config)
     check_shared_card(config, model_config)
     return model_config
 

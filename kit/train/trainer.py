@@ -42,6 +42,7 @@ from kit.policy.adapted_experts import targets_as_named, use_adapted_experts
 from kit.policy.adapter_dropout import turned_off
 from kit.policy.decoding import decode
 from kit.policy.fused_linear import use_fused_linears
+from kit.policy.fused_mlp import use_fused_mlps
 from kit.policy.liger import use_kernels
 from kit.policy.load import load_adapter_weights, publish_adapter, set_adapter_dtype
 from kit.policy.packed.attention import use_packed_attention
@@ -368,6 +369,7 @@ class PolicyTrainer(GRPOTrainer):
             use_quantized_linears(self.model, read_quant_format(config.policy.quant_cfg), is_split=split is not None)
             self.add_callback(NewWeights())
         use_kernels(self.model, config)
+        use_fused_mlps(self.model, config)
         use_recompute(self.model, config)
         self.remove_callback(PrinterCallback)
         self.recorder = Recorder(run, config) if self.accelerator.is_main_process else None

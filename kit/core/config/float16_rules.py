@@ -31,6 +31,8 @@ def faults(config: Config, sharded: str | None) -> list[str]:
         )
     if policy.kernels == "liger":
         found.append(f"policy.kernels is liger {key}: its kernels were not compared in float16. Set it to torch.")
+    if policy.fused_mlp:
+        found.append(f"policy.fused_mlp is true {key}: its kernels were not compared in float16. Set it to false.")
     if sharded:
         found.append(
             f"model.dtype is float16 under {sharded}, which scales the loss by itself. Use accelerate_configs/"

@@ -138,6 +138,9 @@ class PolicyConfig:
         "function; fp8 is fused with the base's matmuls in FP8, quantized as on the server",
     )
     kernels: Literal["torch", "liger"] = _option("torch", "norms, rotary embedding and SwiGLU; liger needs a GPU")
+    fused_mlp: bool = _option(
+        False, "a SwiGLU MLP and its adapters as one autograd function; needs policy.compute fused or fp8"
+    )
     embeddings: Literal["gpu", "host"] = _option(
         "gpu", "where the input embedding is stored; host looks its rows up in host memory (untied models)"
     )
