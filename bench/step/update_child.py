@@ -279,7 +279,9 @@ def put_on_levers(model: Any, config: Any) -> None:
     from kit.policy.packed.attention import use_packed_attention
     from kit.policy.quantized_linear import quantized_layers, use_quantized_linears
     from kit.policy.recompute import use_recompute
+    from kit.train.kept_logits import keep_logits
 
+    keep_logits(config.train.keep_logits)
     if config.train.micro_batch_tokens is not None:
         use_packed_attention(model.get_base_model(), is_split=config.train.sequence_parallel > 1)
     if config.policy.compute != "plain":

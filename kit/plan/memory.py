@@ -467,7 +467,8 @@ def _tiles(shape: Shape, config: Config, scored: int, narrow: int, card: Card) -
     """GiB of a log-prob head's logits tiles; in a distillation, of the divergence's tiles and the teacher's states."""
     tile = tile_gib(shape, scored, narrow, card)
     if not config.distill.is_given:
-        return tile
+        kept = scored * shape.vocabulary * narrow / GIB
+        return tile + kept if config.train.keep_logits else tile
     tile = max(tile * (config.rollout.backend == "server"), teacher.tiles_gib(shape, config, scored, card))
     return tile + teacher.states_gib(shape, config, scored)
 

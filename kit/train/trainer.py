@@ -83,6 +83,7 @@ from kit.train.figures import StepFigures, peak_gib
 from kit.train.finite import FiniteAdapter, FiniteGradients
 from kit.train.group_rewards import give_groups, take_rewards
 from kit.train.head_tiles import use_host_tiles
+from kit.train.kept_logits import keep_logits
 from kit.train.heldout import HeldOut
 from kit.train.loss import LossFunction, LossSettings
 from kit.train.loss_scale import KEYS as SCALE_KEYS
@@ -345,6 +346,7 @@ class PolicyTrainer(GRPOTrainer):
         if split == ZERO3:
             self.add_callback(AnyOrder(self))
         use_host_tiles(self.accelerator.device)
+        keep_logits(config.train.keep_logits)
         if self.ref_model is not None or "ref" in self.model.peft_config:
             raise CheckFailed("a second reference was created; the reference must be the policy with its adapter off.")
         if config.train.micro_batch_tokens is not None:

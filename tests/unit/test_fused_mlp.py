@@ -241,7 +241,9 @@ def test_the_kernels_compile_for_gpus_and_hold_their_tiles_in_registers(capabili
         signature = {name: "constexpr" if name in values else kind_of(name) for name in names}
         constants = {(names.index(name),): value for name, value in values.items() if name in names}
         # Pointers, sizes and strides that 16 divides, as those of real models.
-        aligned = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if is_aligned(signature[name], name)}
+        aligned = {
+            (n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if is_aligned(signature[name], name)
+        }
         source = ASTSource(kernel, signature, constants, aligned)
         options = {"num_warps": kernels.WARPS, "enable_fp_fusion": False}
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

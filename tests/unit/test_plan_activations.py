@@ -16,6 +16,8 @@ from kit.core.config.load import config_from_dict
 from kit.plan.decoder import Shape
 from kit.plan.gpus import CARDS
 from kit.plan.memory import backward_bytes, layer_bytes, update_parts
+from kit.policy.fused_linear import use_fused_linears
+from kit.policy.fused_mlp import use_fused_mlps
 from kit.policy.recompute import use_recompute
 
 SEQUENCES, TOKENS = 2, 256
@@ -76,6 +78,9 @@ def nf4_policy(shape: Shape, config: Any) -> torch.nn.Module:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at the start, and then A's gradient is
             torch.nn.init.normal_(parameter, std=0.1)
+    if policy.compute != "plain":
+        use_fused_linears(model, policy.compute)
+    use_fused_mlps(model, config)
     use_recompute(model, config)
     if config.train.recompute != "none":
         model.gradient_checkpointing_enable()
@@ -110,11 +115,11 @@ def shape(layers: int, **changes: Any) -> Shape:
     return Shape("small", layers=layers, tied=False, positions=4096, **(sizes | {"qk_norm": True} | changes))
 
 
-def config(targets: Any, recompute: str = "full", fraction: float = 1.0) -> Any:
+def config(targets: Any, recompute: str = "full", fraction: float = 1.0, **policy: Any) -> Any:
     train = {"max_steps": 1, "per_device_train_batch_size": SEQUENCES, "recompute": recompute}
     train |= {"recompute_fraction": fraction}
     rollout = {"max_prompt_length": 1, "max_completion_length": TOKENS - 1}
-    policy = {"target_modules": targets, "lora_rank": 4}
+    policy |= {"target_modules": targets, "lora_rank": 4}
     groups = {"run": {"name": "x"}, "model": {"id": "x"}, "train": train, "rollout": rollout, "policy": policy}
     return config_from_dict(groups)
 
@@ -151,6 +156,14 @@ def test_a_layer_keeps_what_the_plan_says_for_its_backward_pass(changes, targets
     small, large = (follow(shape(n, **changes), keeping, padded, backward=False)[0] for n in (2, 4))
     predicted = layer_bytes(shape(2, **changes), config(targets), padded) + (2 * TOKENS if padded else 0)
     assert (large - small) / 2 == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "up_proj"]], ids=str)
+def test_an_mlp_of_one_function_keeps_what_the_plan_says(targets, is_one):
+    keeping = config(targets, "none", compute="fused", fused_mlp=is_one)
+    small, large = (follow(shape(n), keeping, False, backward=False)[0] for n in (2, 4))
+    assert (large - small) / 2 == pytest.approx(layer_bytes(shape(2), keeping, False), rel=0.05)
 
 
 @pytest.mark.parametrize(("changes", "targets"), [({}, "all-linear"), ({"intermediate": 512}, "all-linear")], ids=str)

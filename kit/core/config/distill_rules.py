@@ -56,6 +56,10 @@ def faults(config: Config) -> list[str]:
         found.append(f"distill.js_beta needs distill.divergence js, which is {distill.divergence}. Leave it out.")
     if policy.reference == "init_adapter":
         found.append("policy.reference is init_adapter in a distillation, which has no reference. Leave it out.")
+    if config.train.keep_logits:
+        found.append(
+            "train.keep_logits is true in a distillation, whose divergence has tiles of its own. Leave it out."
+        )
     if policy.lora_dropout:
         found.append(
             f"policy.lora_dropout ({policy.lora_dropout:g}) in a distillation: student and teacher would differ by "

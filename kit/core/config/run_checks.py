@@ -21,7 +21,7 @@ FREE_ON_RESUME = (
     *("rollout.server_urls", "rollout.request_timeout_s", "rollout.server_wait_s", "rollout.max_sampler_k3"),
     *("rollout.sync", "rollout.transport", "rollout.retries", "rollout.max_in_flight", "rollout.canary_prompts"),
     *("rollout.max_canary_delta", "rollout.keep_weights", "server", "train.max_gpu_gib", "train.gpus"),
-    *("train.recompute", "train.recompute_fraction", "train.recompute_offload"),
+    *("train.recompute", "train.recompute_fraction", "train.recompute_offload", "train.keep_logits"),
     *("train.micro_batch_tokens", "train.share_prompts", "train.packed_attention", "policy.embeddings"),
     "train.sequence_parallel",
     "model.attn_implementation",

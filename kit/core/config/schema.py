@@ -486,6 +486,9 @@ class TrainConfig:
     recompute_offload: bool = _option(
         False, "activation offloading: with recompute, keep the layers' inputs in pinned host memory"
     )
+    keep_logits: bool = _option(
+        False, "keep the logits of a micro-batch for the backward pass, which then multiplies with the head once"
+    )
     save_steps: int = _option(50, "steps between checkpoints and published adapters", FROM_1)
     keep_checkpoints: int = _option(2, "training checkpoints to keep; adapters are all kept", FROM_1)
     trl: dict[str, Any] = _option({}, "further GRPOConfig fields by their TRL name")
