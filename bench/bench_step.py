@@ -26,19 +26,20 @@ rows if it did not run. Ours: the recipe's main() under accelerate with a reward
 server with remerge. A variant is levers of workload.py joined by +, or written key=value. `plain` turns every lever
 off, `default` is the configuration's own default, and plain@BC runs for works B and C only. `auto` is train.recompute
 auto, for cards of 80 GB, where `none` does not fit (84 GiB); with `both` KV cache for half of the completions leaves
-more of such a card, server.kv_cache_gib=14 for work A. A variant's server.* keys and policy.quant_cfg, which runs
-grpo_qat.py, also apply to its servers: a variant with other values waits for servers of its own. --ours gives keys of
-all our rows and servers, such as server.kv_cache=fp8. With --rounds the sides alternate, and a second table has the
-medians of the rounds. --warm steps, whose completions end at --warm_tokens, come first and do not count; nor does one
-more step of `overlap`, whose batch was generated behind a slow first step. Figures are medians of the others. `step`
-is wall-clock from the end of a step to the end of the next, `gen` the trainer's wait for completions, `refs` the
-forwards without gradients, `upd` forward, backward and optimizer, for our rows everything else; tok/s of rollout and
-update are over gen and upd, with a shared prompt counted for each of its completions. `mfu` is the useful operations
-(workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process, including vLLM in TRL's
-colocated mode; `card 0` is the driver's figure for that card (with `both` or `one` in any variant, including a
-replica); `server` is what a server took of its card when ready. Stock's rows come first; its server then ends in the
-last round, and in every round if another row needs its memory. Our replicas start after stock's colocated rows, and
-from the second round on stay up beside those that left enough of the card free.
+more of such a card, server.kv_cache_gib=14 for work A, and server.sleep=true nearly all of it, for the time that a
+replica takes to sleep and wake. `both+overlap` trains and samples at once on both. A variant's server.* keys and
+policy.quant_cfg, which runs grpo_qat.py, also apply to its servers: a variant with other values waits for servers of
+its own. --ours gives keys of all our rows and servers, such as server.kv_cache=fp8. With --rounds the sides alternate,
+and a second table has the medians of the rounds. --warm steps, whose completions end at --warm_tokens, come first and
+do not count; nor does one more step of `overlap`, whose batch was generated behind a slow first step. Figures are
+medians of the others. `step` is wall-clock from the end of a step to the end of the next, `gen` the trainer's wait for
+completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, for our rows everything
+else; tok/s of rollout and update are over gen and upd, with a shared prompt counted for each of its completions. `mfu`
+is the useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process,
+including vLLM in TRL's colocated mode; `card 0` is the driver's figure for that card (with `both` or `one` in any
+variant, including a replica); `server` is what a server took of its card when ready. Stock's rows come first; its
+server then ends in the last round, and in every round if another row needs its memory. Our replicas start after
+stock's colocated rows, and from the second round on stay up beside those that left enough of the card free.
 
 It stops at --limit_s, ends what it started, and prints the rows so far. Exit 1 when a row failed or was left out.
 """
@@ -92,6 +93,7 @@ SCALING = {
 STOCK_SETTINGS = {"none": None, "both": None, "one": None, "micro": int, "share": float}  # and what a value is
 SPARE_GIB = 4  # kept free on a card that the trainer shares: its context, a replica's needs during a sync, and what
 # the recipe expects of a replica above what it takes when ready (3 were .4 too few for work C on 80 GB)
+ASLEEP_GIB = 6  # what a replica with server.sleep is given while the trainer updates: context, graphs, workspaces
 LEAST_S = {"stock": 100.0, "ours": 60.0}  # a side is not started with less time left
 
 
@@ -382,7 +384,8 @@ class Bench:
             if not self.cpu:
                 # Not what is free now: the previous run may still be releasing its memory.
                 least = min(self.watch.totals[number] for number in shared)
-                keys["train.max_gpu_gib"] = int(least - self.server_gib["ours"] - SPARE_GIB)
+                replica = ASLEEP_GIB if "server.sleep=true" in served_keys(variant) else self.server_gib["ours"]
+                keys["train.max_gpu_gib"] = int(least - replica - SPARE_GIB)
         words, more = self.launcher(trainers)
         words += ["bench/step/recipe.py", *self.flags(name, load, cards)]
         words += [f"--{key}={value}" for key, value in (keys | levers(variant)).items()]

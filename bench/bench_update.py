@@ -52,6 +52,8 @@ CASES = [
     "selective",
     "none",
     "fused+liger",
+    "fused+mlp",
+    "fused+logits",
     "fp8+liger",
     "fp8+liger+packed",
     "fp8+liger+packed+selective+adamw_fused",
@@ -71,6 +73,8 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     # model does not: .996, tests/evidence/fp8_gradient.py.
     "fp8": (1e-2, 0.1, 0.75),
     "liger": ROUNDING,
+    "mlp": ROUNDING,
+    "logits": (1e-3, 0.01, 0.999),
     "none": (1e-3, 0.01, 0.999),
     "half": (1e-3, 0.01, 0.999),
     "offload": (1e-3, 0.01, 0.999),

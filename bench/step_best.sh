@@ -11,6 +11,8 @@
 #   default_A         TRL's trainer on a card and its server on the other
 #   our_A, over_A     both cards in turn; overlapped, a card each
 #   stream_B          the update begins with the first groups, strictly on-policy
+#   sleep_A           both cards in turn, replicas asleep during the update
+#   mixed_A           overlapped on both cards: each trains and samples at once; MPS=1 lets their kernels run together
 #   ours_AB, ours_CD, our_C_over_AB    several rows by one server
 #   update, remerge   bench_update.py on the first card, also Unsloth with UNSLOTH_PATH; remerge_weights.py on the second
 #   flashinfer        wait for its kernels, which `prepare` compiles with FLASHINFER_PATH, a folder to import it from, on
@@ -75,6 +77,8 @@ part() { # part CARDS NAME
         our_C) ours "$1" "$2" C $KV_C "$VB+both" ;;
         our_D) ours "$1" "$2" D $KV_D "$VB+both" ;;
         our_C_over_AB) ours "$1" "$2" "A B C" $KV_C "$VB+both@C" "$V+overlap@B" "$V+overlap@A" ;;
+        sleep_[ABD]) ours "$1" "$2" "${2#sleep_}" $KV_AB "$V+both+server.sleep=true" ;;
+        mixed_[ABD]) ours "$1" "$2" "${2#mixed_}" $KV_AB "$VB+both+overlap" ;;
         over_C) ours "$1" "$2" C $KV_OVER_C "$V+overlap" ;;
         over_D) ours "$1" "$2" D $KV_D "$V+overlap" ;;
         update)
@@ -114,6 +118,12 @@ compile() { # FlashInfer's kernels, by an engine that needs them
     if [ -f "$W/flashinfer" ]; then echo "FlashInfer: ready after $SECONDS s"; else echo "FlashInfer: failed"; tail -5 "$W/flashinfer.log"; fi
 }
 
+mps() { # CUDA's multi-process service for everything below, as this user; ends with this script
+    export CUDA_MPS_PIPE_DIRECTORY=$W/mps CUDA_MPS_LOG_DIRECTORY=$W/mps
+    mkdir -p "$W/mps"
+    nvidia-cuda-mps-control -d && trap 'echo quit | nvidia-cuda-mps-control' EXIT
+}
+
 prepare() { # the model and its base, FlashInfer's kernels beside them
     mkdir -p "$W/first"
     CUDA_VISIBLE_DEVICES=${PREPARE_CARD:-1} $PYTHON bench/bench_step.py $REHEARSE --part prepare --loads A B C D \
@@ -128,9 +138,10 @@ of_cd() { pair "${PAIR_CD:-2,3}" ${PARTS_CD:-stock_D stock_C our_C our_D over_C}
 
 pooled() { (
     shopt -s nullglob
-    $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over,stream}_*.json
+    $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over,stream,sleep,mixed}_*.json
 ); }
 
+if [ -n "${MPS:-}" ]; then mps || exit 1; fi
 for word in "$@"; do
     case $word in
         prepare | ab) $word & ;;

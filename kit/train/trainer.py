@@ -83,8 +83,8 @@ from kit.train.figures import StepFigures, peak_gib
 from kit.train.finite import FiniteAdapter, FiniteGradients
 from kit.train.group_rewards import give_groups, take_rewards
 from kit.train.head_tiles import use_host_tiles
-from kit.train.kept_logits import keep_logits
 from kit.train.heldout import HeldOut
+from kit.train.kept_logits import keep_logits
 from kit.train.loss import LossFunction, LossSettings
 from kit.train.loss_scale import KEYS as SCALE_KEYS
 from kit.train.loss_scale import LossScale, use_float16

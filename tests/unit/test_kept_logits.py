@@ -140,5 +140,5 @@ def test_the_plan_counts_the_logits_at_the_head_s_peak():
 
 def test_a_distillation_refuses_it():
     config = load_config(CONFIG, ["--train.keep_logits", "true", "--distill.teacher", "a/b"])
-    with pytest.raises(BadInput, match="train.keep_logits is true in a distillation"):
+    with pytest.raises(BadInput, match=r"train\.keep_logits is true in a distillation"):
         check_config(config, 1)
