@@ -37,7 +37,7 @@ def inputs(tokens: int, width: int, ranks: tuple[int, int, int], device: str) ->
     """(gate, up and the gradient of SwiGLU's output; the adapters' parts of gate, up and down's gradient)."""
     import torch
 
-    from kit.policy.fused_mlp import LowRank
+    from kit.policy.fused_linear import LowRank
 
     torch.manual_seed(tokens + width)
 

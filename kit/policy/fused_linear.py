@@ -245,6 +245,17 @@ def split_parts(stacked: torch.Tensor | None, factors: Sequence[torch.Tensor | N
     return parts
 
 
+class LowRank(NamedTuple):
+    """An adapter's part of an output: scaling · left · right, left (T, r), right (r, n), in the compute dtype."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scaling: float
+
+    def added_to(self, y: torch.Tensor) -> torch.Tensor:
+        return y.addmm(self.left, self.right, alpha=self.scaling)
+
+
 def add_low_rank(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> None:
     """y += scaling · left · right in place: y (T, n), left (T, r), right (r, n)."""
     if y.numel() < LARGE or left.shape[1] > WIDEST_RANK or y.dtype not in (torch.bfloat16, torch.float16):

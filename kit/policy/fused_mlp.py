@@ -18,7 +18,7 @@ are the kernels' reference implementation, which computes wherever they do not: 
 import contextlib
 import types
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -30,6 +30,7 @@ from kit.policy.fused_linear import (
     WIDEST_RANK,
     FusedBase,
     FusedLora,
+    LowRank,
     add_low_rank,
     fit,
     gradient,
@@ -150,17 +151,6 @@ class _Mlp(torch.autograd.Function):
         return dx, None, None, None, None, *found
 
 
-class LowRank(NamedTuple):
-    """An adapter's part of an output: scaling · left · right, left (T, r), right (r, n), in the compute dtype."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-    scaling: float
-
-    def added_to(self, y: torch.Tensor) -> torch.Tensor:
-        return y.addmm(self.left, self.right, alpha=self.scaling)
-
-
 def _low_ranks(
     parts: list[torch.Tensor | None], factors: Sequence[torch.Tensor | None], scaling: float, dtype: torch.dtype
 ) -> list[LowRank | None]:
@@ -171,7 +161,7 @@ def _low_ranks(
     ]
 
 
-def _has_kernel(y: torch.Tensor, *factors: "LowRank | torch.Tensor | None") -> bool:
+def _has_kernel(y: torch.Tensor, *factors: LowRank | torch.Tensor | None) -> bool:
     ranks = [one.left.shape[1] if isinstance(one, LowRank) else len(one) for one in factors if one is not None]
     return y.is_cuda and y.dtype in (torch.bfloat16, torch.float16) and max(ranks, default=0) <= WIDEST_RANK
 

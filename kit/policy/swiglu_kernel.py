@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kit.policy.fused_mlp import LowRank
+from kit.policy.fused_linear import LowRank
 from kit.weights import fp8_kernel
 
 ROWS, COLUMNS, GRADIENT_COLUMNS = 64, 64, 32  # of a tile; three tiles of the backward pass leave fewer registers

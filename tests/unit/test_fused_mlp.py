@@ -14,8 +14,8 @@ from kit.core.config.checks import check_config
 from kit.core.config.load import config_from_dict
 from kit.core.errors import BadInput
 from kit.policy import fused_mlp
-from kit.policy.fused_linear import use_fused_linears
-from kit.policy.fused_mlp import LowRank, check_fused_mlp, use_fused_mlps
+from kit.policy.fused_linear import LowRank, use_fused_linears
+from kit.policy.fused_mlp import check_fused_mlp, use_fused_mlps
 from kit.policy.recompute import use_recompute
 from tests.conftest import rehearse
 from tests.unit.test_fused_linear import TARGETS, make_layer, relative
