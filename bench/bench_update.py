@@ -74,6 +74,7 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     "fp8": (1e-2, 0.1, 0.75),
     "liger": ROUNDING,
     "mlp": ROUNDING,
+    "codes": (1e-3, 0.01, 0.999),
     "logits": (1e-3, 0.01, 0.999),
     "none": (1e-3, 0.01, 0.999),
     "half": (1e-3, 0.01, 0.999),

@@ -285,7 +285,7 @@ def put_on_levers(model: Any, config: Any) -> None:
     if config.train.micro_batch_tokens is not None:
         use_packed_attention(model.get_base_model(), is_split=config.train.sequence_parallel > 1)
     if config.policy.compute != "plain":
-        use_fused_linears(model, config.policy.compute)
+        use_fused_linears(model, config.policy.compute, config.train.keep_weights)
     if config.policy.quant_cfg is not None:
         fmt = read_quant_format(config.policy.quant_cfg)
         use_quantized_linears(model, fmt)

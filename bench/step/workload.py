@@ -37,6 +37,7 @@ LEVERS: dict[str, dict[str, str]] = {
     "fp8": {"policy.compute": "fp8"},
     "liger": {"policy.kernels": "liger"},
     "mlp": {"policy.fused_mlp": "true"},  # with fused or fp8
+    "codes": {"train.keep_weights": "true"},  # with fp8
     "logits": {"train.keep_logits": "true"},
     "none": {"train.recompute": "none"},
     "selective": {"train.recompute": "selective"},

@@ -158,7 +158,7 @@ def _adapter_traffic(shape: Shape, config: Config) -> float:
 
 def _dequantized_bytes(shape: Shape, config: Config) -> float:
     """Bytes moved to dequantize all linear layers, as if at the card's full bandwidth."""
-    if config.policy.quantization == "none" and config.policy.quant_cfg is None:
+    if (config.policy.quantization == "none" and config.policy.quant_cfg is None) or config.train.keep_weights:
         return 0.0
     return (2 + stored_bytes(config)) * shape.linear_weights / value("dequantize_bandwidth")
 

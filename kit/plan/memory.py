@@ -42,7 +42,8 @@ STORED = {kind: f"{name} weights" for kind, name in CALLED.items()}  # the base'
 TEACHER = (*(f"teacher's {name}" for name in STORED.values()), "teacher's 16-bit layers", "teacher's adapter")
 REFERENCE = "reference's adapter"  # policy.reference: init_adapter
 RESIDENT = (*STORED.values(), "16-bit layers", "adapter", "optimizer", "context", "process group", *TEACHER)
-RESIDENT = (*RESIDENT, REFERENCE)
+CODES = "FP8 codes of the base"
+RESIDENT = (*RESIDENT, REFERENCE, CODES)
 CANARY_TOKENS = 256  # kit/rollout/canary_scores.py
 RANK_ALIGNED = 8  # kit/weights/experts.py: factors of experts are padded to a multiple of it
 ROW_INDEX = 26  # bytes per token and expert taken: places in and out of the sorted order, routing weight
@@ -357,6 +358,8 @@ def resident(shape: Shape, config: Config, card: Card) -> dict[str, float]:
         STORED[config.policy.quantization]: shape.linear_weights * stored_bytes(config) / GIB,
         "16-bit layers": (shape.other_weights - elsewhere) * narrow / GIB,
     }
+    if config.train.keep_weights:
+        base[CODES] = 2 * shape.linear_weights / GIB
     return (
         ({} if config.server.share_base else base)
         | {

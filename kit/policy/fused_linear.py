@@ -57,9 +57,10 @@ SAME_INPUT += (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))  # line
 LARGE, WIDEST_RANK = 1 << 24, 64
 
 
-def use_fused_linears(model: torch.nn.Module, compute: str) -> int:
+def use_fused_linears(model: torch.nn.Module, compute: str, keep_weights: bool = False) -> int:
     """Switch every linear layer of `model` that the base stores (`policy.quantization`) to `compute` (fused or fp8);
-    return how many there are.
+    return how many there are. With `keep_weights`, FP8 codes are made at a weight's first products only
+    (`train.keep_weights`).
 
     Only the layers' class changes: names, tensors, `disable_adapter`, saving and loading stay. `BadInput` for an
     adapter that is not plain LoRA. With fp8, layers with a size that is not a multiple of 16 are computed as fused,
@@ -79,7 +80,7 @@ def use_fused_linears(model: torch.nn.Module, compute: str) -> int:
         fits = layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
         if compute == "fp8" and not fits:
             odd.append(name)
-        module.product = Product(layer, compute == "fp8" and fits)
+        module.product = Product(layer, compute == "fp8" and fits, keep_weights)
     _make_groups(model)
     if odd:
         warnings.warn(
@@ -123,10 +124,11 @@ def check_plain(name: str, module: peft_layer.LoraLayer) -> None:
 class Product:
     """Products with one layer's base weight, and the group of layers with the same input that it belongs to."""
 
-    def __init__(self, layer: Layer, is_fp8: bool):
-        self.layer, self.is_fp8 = layer, is_fp8
+    def __init__(self, layer: Layer, is_fp8: bool, keeps: bool = False):
+        self.layer, self.is_fp8, self.keeps = layer, is_fp8, keeps
         self.group: Group | None = None
         self._scale: torch.Tensor | None = None
+        self._kept: dict[Any, torch.Tensor] = {}  # FP8 codes: (out, in) by None, (in, Σ out) by the layers of `turned`
 
     @staticmethod
     def compute(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -144,6 +146,14 @@ class Product:
                 self._scale = row_scales(weight_in_torch(self.layer), LEAST_SCALE)
         return self._scale
 
+    def codes(self) -> torch.Tensor:
+        """FP8 codes (out, in) of the weight, read-only."""
+        if not self.keeps:
+            return weight_of(self.layer, self.scale())
+        if None not in self._kept or self._kept[None].device != self.layer.weight.device:
+            self._kept[None] = weight_of(self.layer, self.scale())
+        return self._kept[None]
+
     def forward(self, rows: torch.Tensor, quantized: tuple | None = None) -> torch.Tensor:
         """Return rows · Wᵀ + bias (T, out) of rows (T, in) in the compute dtype. With `quantized`, the result of
         `quantize_rows(rows)`, the product is FP8."""
@@ -153,7 +163,7 @@ class Product:
             with base_product():
                 return torch.nn.functional.linear(rows, weight, None if bias is None else bias.to(rows.dtype))
         (codes, by_token), scale = quantized, self.scale()
-        weight = weight_of(self.layer, scale)
+        weight = self.codes()
         with base_product():
             y = scaled_product(codes, weight, by_token, scale.view(1, -1), rows.dtype)
         return y if bias is None else y.add_(bias)
@@ -167,13 +177,25 @@ def input_gradient(products: list[Product], gradients: list[torch.Tensor]) -> to
         for product, g in zip(products[1:], gradients[1:], strict=True):
             dx.addmm_(g, weight_of(product.layer).to(dtype))
         return dx
-    scales = [product.scale() for product in products]
-    codes, by_token = quantize_gradients(gradients, scales)
-    weight = codes.new_empty(first.layer.in_features, codes.shape[1])  # [W₁; W₂; …] transposed
-    parts = weight.split([len(scale) for scale in scales], dim=1)
-    for product, scale, part in zip(products, scales, parts, strict=True):
-        weight_of(product.layer, scale, transposed=True, out=part)
+    codes, by_token = quantize_gradients(gradients, [product.scale() for product in products])
+    weight = turned(products)
     return scaled_product(codes, weight, by_token, by_token.new_ones(1, len(weight)), dtype)
+
+
+def turned(products: list[Product]) -> torch.Tensor:
+    """FP8 codes (in, Σ out) of [W₁; W₂; …] transposed, of layers with the same input; read-only."""
+    first, key = products[0], tuple(id(product) for product in products)
+    if (found := first._kept.get(key)) is not None and found.device == first.layer.weight.device:
+        return found
+    scales = [product.scale() for product in products]
+    sizes = [len(scale) for scale in scales]
+    device = first.layer.weight.device
+    weight = torch.empty(first.layer.in_features, sum(sizes), dtype=torch.float8_e4m3fn, device=device)
+    for product, scale, part in zip(products, scales, weight.split(sizes, dim=1), strict=True):
+        weight_of(product.layer, scale, transposed=True, out=part)
+    if first.keeps and all(other is None or other == key for other in first._kept):  # one set of layers, the usual
+        first._kept[key] = weight
+    return weight
 
 
 class _Linear(torch.autograd.Function):

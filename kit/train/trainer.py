@@ -366,7 +366,7 @@ class PolicyTrainer(GRPOTrainer):
         if config.rollout.routing != "own":
             use_routing(self.model)
         if config.policy.compute != "plain":
-            use_fused_linears(self.model, config.policy.compute)
+            use_fused_linears(self.model, config.policy.compute, config.train.keep_weights)
         if config.policy.quant_cfg is not None:
             use_quantized_linears(self.model, read_quant_format(config.policy.quant_cfg), is_split=split is not None)
             self.add_callback(NewWeights())

@@ -203,7 +203,7 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
     fp8 = {**PACKED, "policy.compute": "fp8", "train.share_prompts": "true"}
     quantized = {**keys, "policy.quant_cfg": "w4a16"}
     fused = {**PACKED, "policy.compute": "fused", "policy.fused_mlp": "true", "train.keep_logits": "true"}
-    add("fp8", untied, fp8, ON_A_CPU)
+    add("fp8", untied, {**fp8, "train.keep_weights": "true"}, ON_A_CPU)
     add("fused", untied, fused, ON_A_CPU)
     add("quantized", untied, quantized, ON_A_CPU, QUANTIZED)
     overlap = {"rollout.overlap": "true", "train.max_steps": 3}
@@ -419,8 +419,9 @@ def test_processes_that_split_the_tokens_of_packs_learn_what_whole_rows_teach(sp
     ],
 )
 def test_every_lever_on_a_split_base_computes_what_it_computes_on_a_whole_one(split, kind, name, keys):
-    """FP8 products in packs with shared prompts, fused adapters and MLPs with kept logits, quantization-aware GRPO, a
-    reference that the run started from, fine-tuning, and a quantized distillation."""
+    """FP8 products in packs with shared prompts (on a whole base from kept codes), fused adapters and MLPs with kept
+    logits, quantization-aware GRPO, a reference that the run started from, fine-tuning, and a quantized
+    distillation."""
     whole, run = split.run(name), split.run(f"{kind}-{name}")
     assert_equal_figures(run, whole, keys)
     assert_equal_adapters(run, whole)

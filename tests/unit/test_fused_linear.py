@@ -16,6 +16,10 @@ from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.core.formats import FORMATS
+from kit.plan import memory
+from kit.plan.cost import update_seconds
+from kit.plan.gpus import CARDS
+from kit.plan.shapes import shape_by_size
 from kit.policy import fused_linear
 from kit.policy.fused_linear import FusedBase, FusedLora, use_fused_linears
 from kit.weights import fp8 as weights_fp8
@@ -387,3 +391,76 @@ def overrides(keys: dict) -> list[str]:
 
 def test_the_gpu_kernels_give_the_bits_of_their_definitions_in_tritons_interpreter():
     assert "ok      unpack to FP8, transposed" in rehearse("bench/linear_check.py", "kernels")
+
+
+def three_layers():
+    """q, k, v on one input and an output layer of a small attention, with adapters."""
+    parts = {name: add_adapter(make_layer(seed=seed)) for seed, name in enumerate(("q_proj", "k_proj", "v_proj"))}
+    return torch.nn.ModuleDict({**parts, "o_proj": add_adapter(make_layer(inputs=96, outputs=64, seed=9))})
+
+
+def learn_twice(held):
+    """Outputs and gradients of two passes, the second without the gradient of v."""
+    torch.manual_seed(0)
+    x, found = torch.randn(5, 128, requires_grad=True), []
+    for names in (("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj")):
+        for parameter in held.parameters():
+            parameter.grad = None
+        x.grad = None
+        ys = [held[name](x) for name in ("q_proj", "k_proj", "v_proj")]
+        y = held["o_proj"](sum(y for name, y in zip(("q_proj", "k_proj", "v_proj"), ys, strict=True) if name in names))
+        y.square().sum().backward()
+        found += [y.detach(), x.grad.clone(), *(p.grad.clone() for p in held.parameters() if p.grad is not None)]
+    return found
+
+
+def test_kept_codes_give_the_same_bits_and_are_made_once(monkeypatch):
+    made, weight_of = [], fused_linear.weight_of
+    monkeypatch.setattr(
+        fused_linear, "weight_of", lambda *args, **keys: made.append(args[0]) or weight_of(*args, **keys)
+    )
+    found = {}
+    for keeps in (False, True):
+        held = three_layers()
+        assert use_fused_linears(held, "fp8", keeps) == 4
+        made.clear()
+        found[keeps] = learn_twice(held)
+        # Four forward products and as many parts of backward products, in each pass; the set without v is not kept.
+        assert len(made) == (4 + 4 + 4 + 3 if not keeps else 4 + 4 + 2)
+    assert len(found[True]) == len(found[False]) > 10
+    assert all(torch.equal(one, other) for one, other in zip(found[True], found[False], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"policy.compute": "fused"}, "policy.compute fused and policy.quantization nf4"),
+        ({"policy.compute": "fp8", "policy.quantization": "fp8"}, "policy.compute fp8 and policy.quantization fp8"),
+    ],
+)
+def test_kept_codes_are_refused_where_none_are_made(keys, said):
+    with pytest.raises(BadInput, match=f"train.keep_weights is true with {said}"):
+        check_config(load_config(CONFIG, overrides(keys | {"train.keep_weights": "true"})), 1)
+
+
+def test_kept_codes_are_refused_on_a_split_base(monkeypatch):
+    keys = {"policy.compute": "fp8", "train.keep_weights": "true"}
+    check_config(load_config(CONFIG, overrides(keys)), 1)
+    monkeypatch.setattr("kit.core.config.sharding_rules.announced", lambda: "FSDP2")
+    with pytest.raises(BadInput, match=r"train\.keep_weights is true under FSDP2"):
+        check_config(load_config(CONFIG, overrides(keys)), 1)
+
+
+def test_the_plan_counts_the_kept_codes_in_every_phase():
+    shape, card = shape_by_size("8b"), CARDS["h200"]
+    plain, kept = (
+        load_config(CONFIG, overrides({"policy.compute": "fp8", "train.keep_weights": value}))
+        for value in ("false", "true")
+    )
+    phases = [memory.trainer_phases(shape, config, card) for config in (plain, kept)]
+    for name, parts in phases[0].items():
+        more = memory.allocated(phases[1][name]) - memory.allocated(parts)
+        assert more == pytest.approx(2 * shape.linear_weights / 2**30), name
+    for config in (plain, kept):  # so long that the card, not the host, is what takes the time
+        config.rollout.max_completion_length = 2048
+    assert update_seconds(shape, kept, card, 64) < update_seconds(shape, plain, card, 64)

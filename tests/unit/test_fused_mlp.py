@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kit.core.config.checks import check_config
@@ -265,3 +266,25 @@ def kind_of(argument):
     if argument.endswith(("_stride", "_step", "_rank")) or argument in ("rows", "columns"):
         return "i32"
     return "fp32" if argument.endswith("_scaling") else "*bf16"
+
+
+@pytest.mark.parametrize(("recompute", "runs"), [("none", 0), ("full", 2), ("selective", 2)])
+def test_a_second_run_does_not_compute_the_last_product(recompute, runs, monkeypatch):
+    """Neither run multiplies down's weight more often than the first run and the backward pass need."""
+    model, products, marked = prepared(make(), recompute=recompute), [], []
+    unread = fused_mlp.unread_product
+    monkeypatch.setattr(fused_mlp, "unread_product", lambda: marked.append(1) or unread())
+    downs = [layer.mlp.down_proj.product for layer in model.get_base_model().model.layers]
+    assert all(one.layer.out_features == 64 and one.layer.in_features == 192 for one in downs)
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            shapes = [tuple(one.shape) for one in args if isinstance(one, torch.Tensor)]
+            if "mm" in str(operator) and (33, 192) in shapes and (192, 64) in shapes:
+                products.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    with Count():
+        learn(model)
+    # Of two layers: one product each, and the input's gradient from gate and from up, which has the same shapes.
+    assert len(marked) == 2 * runs and len(products) == 2 + 4

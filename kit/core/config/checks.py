@@ -58,6 +58,7 @@ def check_config(config: Config, processes: int) -> None:
         *rollout_rules.overlap_faults(config),
         *rollout_rules.stop_faults(config.rollout.stop),
         *_kept_weights(config, sharding_rules.announced()),
+        *_kept_codes(config, sharding_rules.announced()),
         *optimizer_rules.faults(config),
         *format_names.faults(config),
         *format_rules.faults(config),
@@ -331,6 +332,24 @@ def _compute(config: Config) -> list[str]:
         found.append(
             f"policy.lora_dropout ({policy.lora_dropout}) with {key} {value}: its backward pass saves a layer's "
             f"input but no dropout mask. Set policy.lora_dropout to 0, or {key} to {off}."
+        )
+    return found
+
+
+def _kept_codes(config: Config, sharded: str | None) -> list[str]:
+    policy = config.policy
+    found: list[str] = []
+    if not config.train.keep_weights:
+        return found
+    if policy.compute != "fp8" or policy.quantization != "nf4":
+        found.append(
+            f"train.keep_weights is true with policy.compute {policy.compute} and policy.quantization "
+            f"{policy.quantization}: it keeps the codes that fp8 makes of nf4. Leave it out."
+        )
+    if sharded:
+        found.append(
+            f"train.keep_weights is true under {sharded}, and every process would hold codes of the whole base. Leave "
+            "it out, or use accelerate_configs/ddp.yaml."
         )
     return found
 

@@ -486,6 +486,9 @@ class TrainConfig:
     recompute_offload: bool = _option(
         False, "activation offloading: with recompute, keep the layers' inputs in pinned host memory"
     )
+    keep_weights: bool = _option(
+        False, "keep the FP8 codes that policy.compute fp8 makes of an NF4 base, 2 bytes per weight, for the whole run"
+    )
     keep_logits: bool = _option(
         False, "keep the logits of a micro-batch for the backward pass, which then multiplies with the head once"
     )
