@@ -8,7 +8,7 @@
 # make lint         ruff and mypy
 # make audit        bandit with the accepted findings, and known vulnerabilities of the pinned packages
 # make format       ruff's format and fixes
-# make llmcompressor, lm_eval, verl, modelopt, openenv, verifiers, trackers, llamacpp
+# make llmcompressor, lm_eval, verl, modelopt, openenv, verifiers, trackers, llamacpp, arctic
 #                   environments of their own, for what does not fit into .venv; without one its tests are skipped
 # make clean        remove the environments and caches; runs/ and models/ stay
 #
@@ -18,7 +18,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .PHONY: quickstart real test test-rest test-all install lint audit format clean
-.PHONY: llmcompressor lm_eval verl modelopt openenv verifiers trackers llamacpp help
+.PHONY: llmcompressor lm_eval verl modelopt openenv verifiers trackers llamacpp arctic help
 
 PYTHON ?= python3
 DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -112,20 +112,26 @@ endif
 # openenv and verifiers want another mcp than vllm; a run with their environments starts with their python.
 # torch and transformers are .venv's, which a .pth file shows behind their own packages, so the build of torch fits this
 # device. pip would complain that vllm, of which it sees the package, now has the wrong compressed-tensors.
-llmcompressor lm_eval verl modelopt openenv verifiers trackers llamacpp: %: .venv-%/.installed
+llmcompressor lm_eval verl modelopt openenv verifiers trackers llamacpp arctic: %: .venv-%/.installed
 # What is imported is compiled then.
 .venv-verl/.installed: PIP_OPTIONS := --no-deps
+# Built with what is installed: pip would fetch a CUDA build of torch for it.
+.venv-arctic/.installed: PIP_OPTIONS := --no-deps --no-build-isolation
+.venv-arctic/.installed: BUILD_TOOLS := setuptools==80.9.0 wheel==0.45.1 ninja==1.13.0 cmake==3.31.6 nanobind==2.9.2 \
+  protobuf==5.29.6 grpcio-tools==1.71.2
 .venv-%/.installed: requirements-%.txt $(STAMP)
 	rm -rf .venv-$*
 	$(BIN)/python -m venv .venv-$*
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kit.pth"
-	.venv-$*/bin/pip install --quiet --no-compile --no-warn-conflicts $(PIP_OPTIONS) -r requirements-$*.txt
-	@touch $@
+	$(if $(BUILD_TOOLS),.venv-$*/bin/pip install --quiet --no-compile --target .venv-$*/build $(BUILD_TOOLS))
+	PATH="$$PWD/.venv-$*/build/bin:$$PATH" PYTHONPATH="$$PWD/.venv-$*/build" \
+	  .venv-$*/bin/pip install --quiet --no-compile --no-warn-conflicts $(PIP_OPTIONS) -r requirements-$*.txt
+	@rm -rf .venv-$*/build; touch $@
 
 # Removes the environments and caches; runs/ and models/ are yours and stay.
 clean:
 	rm -rf $(VENV) .venv-llmcompressor .venv-lm_eval .venv-verl .venv-modelopt .venv-openenv .venv-verifiers .venv-trackers \
-	  .venv-llamacpp .venv-audit
+	  .venv-llamacpp .venv-arctic .venv-audit
 	rm -rf .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -6,15 +6,17 @@
     python bench/speculation.py --model models/qwen3-8b --draft draft_model=models/qwen3-0.6b \
         --variants none 4-2-4 draft_model-4                                              # or eagle3=HEAD, eagle3-4
 
-A server of the kit for each of `--variants` ("none", draft tokens-shortest-longest n-gram, or method-draft tokens of a
-checkpoint in `--draft`) serves the dequantized base in BF16 with a random adapter of 2 % by remerge. All start
-together and are measured in turn, each alone. Prompts are made-up word problems that ask for every step and a check.
+A server of the kit for each of `--variants` ("none", draft tokens-shortest-longest n-gram, suffix-draft tokens, or
+method-draft tokens of a checkpoint in `--draft`) serves the dequantized base in BF16 with a random adapter of 2 % by
+remerge. All start together and are measured in turn, each alone. Prompts are made-up word problems that ask for every
+step and a check.
 
 - exactness: k3 and mean |Δlogp| of the sampled tokens against transformers on the same weights; greedy tokens against
   the first variant's, and where they part the gap of the two tokens by transformers (kernels round other batch shapes
   otherwise, so only near ties may part); a chi-squared test that the variants' tokens after every beginning of a
   worked problem have one distribution, and the share of drafts that were accepted in it.
-- speed: tok/s, accepted drafts and tokens per forward pass of `--counts` completions at once, at temperature 1.
+- speed: tok/s, accepted drafts and tokens per forward pass of `--counts` completions at once, at temperature 1, of
+  prompts of their own or in groups of `--group`.
 
 Prints tables last; exit code 1 if a variant is not exact.
 """
@@ -84,6 +86,8 @@ class Variant:
         if method in options.draft:
             keys |= {"server.speculation": method, "server.draft_tokens": rest}
             keys["server.draft_model"] = Path(options.draft[method]).resolve()
+        elif method == "suffix":
+            keys |= {"server.speculation": method, "server.draft_tokens": rest}
         elif name != "none":
             draft, least, most = name.split("-")
             keys |= {"server.speculation": "ngram", "server.draft_tokens": draft}
@@ -175,10 +179,11 @@ def measure_speed(one: Variant, prompts: list[list[int]], options: argparse.Name
         tokens, before, started = 0, one.drafted(), time.perf_counter()
         rounds = options.rounds * (4 if count == 1 else 1)
         for number in range(rounds):
-            part = [prompts[(number * count + place) % len(prompts)] for place in range(count)]
-            made = one.complete(part, options.tokens, 1.0, count)
-            tokens += sum(len(sample.token_ids) for (sample,) in made)
-            samples = list(zip(part, made, strict=True))
+            asked, group = max(1, count // options.group), min(count, options.group)
+            part = [prompts[(number * asked + place) % len(prompts)] for place in range(asked)]
+            made = one.complete(part, options.tokens, 1.0, asked, n=group)
+            samples = [(prompt, sample) for prompt, answers in zip(part, made, strict=True) for sample in answers]
+            tokens += sum(len(sample.token_ids) for _, sample in samples)
         seconds = time.perf_counter() - started
         figures = drafts.figures({one.url: before}, {one.url: one.drafted()})
         found[count] = {"tok_s": tokens / seconds, "tokens": tokens, "mean_length": tokens / rounds / count} | figures
@@ -191,7 +196,7 @@ def measure_mismatch(model: Any, samples: list) -> dict[str, float]:
     import torch
 
     deltas = []
-    for prompt, (sample,) in samples[:32]:
+    for prompt, sample in samples[:32]:
         ids = sample.token_ids.tolist()
         ours = log_probs(model, prompt, ids).gather(-1, torch.tensor(ids, device=model.device)[:, None])[:, 0]
         deltas.append(ours.double().cpu() - torch.tensor(sample.logprobs).double())
@@ -315,6 +320,7 @@ def main() -> int:
     parser.add_argument("--variants", nargs="+", default=["none", "4-2-4"], help="the first is compared with")
     parser.add_argument("--draft", nargs="+", default=[], help="checkpoints that draft, as METHOD=DIRECTORY")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 8, 64], help="completions at once")
+    parser.add_argument("--group", type=int, default=1, help="completions of a prompt that are asked for together")
     parser.add_argument("--tokens", type=int, default=512, help="longest completion")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--samples", type=int, default=8192, help="completions of the distribution test")

@@ -2,6 +2,7 @@
 missing GPUs and ports, a base directory of another run."""
 
 import errno
+import importlib.util
 import json
 import math
 import os
@@ -123,11 +124,13 @@ Options = dict[str, str | int | float | bool | list | dict | None]  # vLLM's fla
 
 @dataclass(frozen=True)
 class Installed:
-    """The vLLM of this environment: its version, whether it is a CPU build, and whether it multiplies INT4 here."""
+    """The vLLM of this environment: its version, whether it is a CPU build, whether it multiplies INT4 here, and
+    whether it finds the package that drafts by suffixes."""
 
     version: str
     is_cpu: bool
     has_int4: bool = True
+    has_suffix: bool = True
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,8 @@ def installed_vllm() -> Installed:
             f"Install one from {oldest}, below {below}."
         )
     is_cpu = "cpu" in names[0] or "cpu" in version
-    return Installed(version, is_cpu, not is_cpu or multiplies_int4())
+    has_suffix = importlib.util.find_spec("arctic_inference") is not None
+    return Installed(version, is_cpu, not is_cpu or multiplies_int4(), has_suffix)
 
 
 def visible_gpus() -> list[str] | None:
@@ -357,7 +361,8 @@ def _options(config: Config, vllm: Installed) -> Options:
         drafts: dict[str, str | int] = {"method": server.speculation, "num_speculative_tokens": server.draft_tokens}
         if server.speculation in speculation_rules.BY_MODEL:
             drafts["model"] = str(draft_directory(server))
-            options["async_scheduling"] = False  # n-grams have it off anyway
+        if server.speculation != "ngram":  # n-grams have it off anyway
+            options["async_scheduling"] = False
         else:
             drafts |= {"prompt_lookup_min": server.ngram_min, "prompt_lookup_max": server.ngram_max}
         options["speculative_config"] = drafts
@@ -565,6 +570,11 @@ def _undraftable(config: Config, vllm: Installed) -> list[str]:
         found.append(
             f"{key} on vLLM {vllm.version} for CPUs, whose sampler of drafts is corrected for {CPU_TESTED}x only. "
             "Install that, or set it to none."
+        )
+    if config.server.speculation == "suffix" and not vllm.has_suffix:
+        found.append(
+            f"{key} and the package arctic-inference is not installed beside vLLM. Start the server with "
+            ".venv-arctic/bin/python, which `make arctic` creates, or set it to ngram."
         )
     if config.server.speculation in speculation_rules.BY_MODEL and config.server.draft_model:
         found += _draft_faults(config)

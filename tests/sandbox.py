@@ -30,6 +30,7 @@ SIDE_ENVIRONMENTS = (
     ".venv-verifiers",
     ".venv-trackers",
     ".venv-llamacpp",
+    ".venv-arctic",
 )
 # The machine's own: where programs and libraries are, the terminal, temporary files, whether this is CI.
 KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TERM", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "TMPDIR", "CI", "USER")

@@ -28,11 +28,11 @@ from kit.policy.stop_texts import StopTexts
 from kit.rollout.generation import Generation
 from kit.rollout.replica import Replica, Sample
 from kit.rollout.server.adapter_check import checkpoint_shapes
-from tests import processes
+from tests import processes, sandbox
 from tests.conftest import CONFIG, ROOT, run_here
 from tests.draft_checkpoints import write_draft_model, write_head
 
-# Five servers start, one after the other, and as many runs: ten minutes on two cores.
+# Six servers start, one after the other, and as many runs: twelve minutes on two cores.
 pytestmark = pytest.mark.slow
 SESSION, VERSION, AT_ONCE, DRAFTS, BLOCK = "drafts", 1, 64, 3, 32
 KEYS = {
@@ -52,9 +52,9 @@ KEYS = {
     "server.ngram_max": 3,
 }
 METHODS = [("adapter", "ngram"), ("remerge", "ngram"), ("remerge", "draft_model"), ("remerge", "eagle")]
-METHODS += [("adapter", "eagle3")]
+METHODS += [("adapter", "eagle3"), ("remerge", "suffix")]
 # The other pairs: pytest -m sweep.
-OTHERS = [("adapter", "draft_model"), ("adapter", "eagle"), ("remerge", "eagle3")]
+OTHERS = [("adapter", "suffix"), ("adapter", "draft_model"), ("adapter", "eagle"), ("remerge", "eagle3")]
 
 
 @dataclass
@@ -109,7 +109,8 @@ def base(tmp_path_factory, learning_model_dir) -> Path:
 def drafts(tmp_path_factory, learning_model_dir) -> dict[str, Path | None]:
     """The checkpoint that drafts, by method."""
     out = tmp_path_factory.mktemp("draft-checkpoints")
-    made: dict[str, Path | None] = {"ngram": None, "draft_model": write_draft_model(learning_model_dir, out / "model")}
+    made: dict[str, Path | None] = {"ngram": None, "suffix": None}
+    made["draft_model"] = write_draft_model(learning_model_dir, out / "model")
     return made | {one: write_head(learning_model_dir, out / one, one) for one in ("eagle", "eagle3")}
 
 
@@ -156,7 +157,8 @@ def served(
     arguments = recipe_arguments(learning_model_dir, run.path, KEYS | keys)
     said = run.path.parent / f"{run.path.name}.log"
     with open(said, "w") as log:
-        command = [sys.executable, "-m", "launch.server", *arguments]
+        python = sandbox.side_environment("arctic") / "bin/python" if method == "suffix" else sys.executable
+        command = [str(python), "-m", "launch.server", *arguments]
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     try:
         processes.wait_until(lambda: "\nserving" in said.read_text(), process, log=said)
@@ -197,6 +199,8 @@ def test_the_server_says_what_it_drafts_and_that_adapters_target_the_base_alone(
     if served.method == "ngram":
         asked |= {"ngram_min": 1, "ngram_max": 3}
         words = "1 to 3 tokens looked up"
+    elif served.method == "suffix":
+        words = "from other completions"
     info = served.replica.info()
     assert info["speculation"] == asked | {"model": served.drafts and str(served.drafts)}
     assert info["modules"] == sorted(checkpoint_shapes(base)) and info["base_hash"] == base_hash(base)

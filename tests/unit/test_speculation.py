@@ -2,6 +2,7 @@
 own rejection sampler on a CPU with the kit's corrections."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 from transformers import AutoTokenizer
 
+from kit.core.config import speculation_rules
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.config.schema import Config
@@ -81,6 +83,19 @@ def test_vllm_is_started_with_the_drafts_of_the_keys():
     assert json.loads(flag) == asked and "--speculative-config" in plan.by_hand
     plan = plans(load_config(CONFIG), CUDA, ["0", "1"])[0]
     assert "speculative_config" not in plan.options
+
+
+def test_suffix_drafts_need_their_package_and_no_keys_of_their_own():
+    ours = config("--server.speculation=suffix", "--server.draft_tokens=8")
+    plan = plans(ours, CUDA, ["0", "1"])[0]
+    flag = plan.command[plan.command.index("--speculative-config") + 1]
+    assert json.loads(flag) == {"method": "suffix", "num_speculative_tokens": 8}
+    assert plan.options["async_scheduling"] is False
+    said = speculation_rules.wanted(ours.server)
+    assert said == {"method": "suffix", "draft_tokens": 8, "ngram_min": 0, "ngram_max": 0, "model": None}
+    assert speculation_rules.called(said) == "suffix drafts of up to 8 tokens, from other completions"
+    with pytest.raises(BadInput, match=r"arctic-inference is not installed beside vLLM\. .*make arctic"):
+        plans(ours, replace(CUDA, has_suffix=False), ["0", "1"])
 
 
 # A checkpoint that drafts --------------------------------------------------------------------------------------------
@@ -262,7 +277,7 @@ def vllm_config(**changes) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"drafts": {"method": "mtp"}}, "it drafts by mtp; only drafts of ngram, draft_model, eagle, eagle3 were"),
+        ({"drafts": {"method": "mtp"}}, "it drafts by mtp; only drafts of ngram, suffix, draft_model, eagle,"),
         ({"drafts": {"draft_sample_method": "probabilistic"}}, "it samples its drafts (probabilistic), which was not"),
         ({"drafts": {"use_heterogeneous_vocab": True}}, "it drafts in another vocabulary, which was not compared"),
         ({"drafts": {"parallel_drafting": True}}, "it drafts all tokens in one pass, which was not compared"),

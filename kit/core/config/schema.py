@@ -277,10 +277,11 @@ class ServerConfig:
     )
     max_num_seqs: int = _option(256, "completions that a replica generates at once", FROM_1)
     enforce_eager: bool = _option(False, "no CUDA graphs: starts faster, generates slower")
-    speculation: Literal["none", "ngram", "draft_model", "eagle", "eagle3"] = _option(
+    speculation: Literal["none", "ngram", "suffix", "draft_model", "eagle", "eagle3"] = _option(
         "none",
-        "speculative decoding, exact: what drafts tokens, which rejection sampling verifies: ngram (prompt lookup), a "
-        "small model, or a head on the base's hidden states",
+        "speculative decoding, exact: what drafts tokens, which rejection sampling verifies: ngram (prompt lookup), "
+        "suffix (what a group's other completions and earlier ones went on with), a small model, or a head on the "
+        "base's hidden states",
     )
     draft_model: str | None = _option(
         None, "with speculation draft_model, eagle or eagle3: directory of the checkpoint that drafts", limit=PATH

@@ -75,16 +75,17 @@ def wanted(server: ServerConfig) -> dict[str, Any] | None:
     if server.speculation == "none":
         return None
     found = {"method": server.speculation, "draft_tokens": server.draft_tokens}
-    if server.speculation in BY_MODEL:
-        return found | {"ngram_min": 0, "ngram_max": 0, "model": str(draft_directory(server))}
-    return found | {"ngram_min": server.ngram_min, "ngram_max": server.ngram_max, "model": None}
+    if server.speculation == "ngram":
+        return found | {"ngram_min": server.ngram_min, "ngram_max": server.ngram_max, "model": None}
+    model = str(draft_directory(server)) if server.speculation in BY_MODEL else None
+    return found | {"ngram_min": 0, "ngram_max": 0, "model": model}
 
 
 def called(drafts: Mapping[str, Any] | None) -> str:
     """Describe a server's speculation in words."""
     if drafts is None:
         return "no drafts"
-    source = f"by {drafts['model']}"
+    source = "from other completions" if drafts["method"] == "suffix" else f"by {drafts['model']}"
     if drafts["method"] == "ngram":
         source = f"{drafts['ngram_min']} to {drafts['ngram_max']} tokens looked up"
     return f"{drafts['method']} drafts of up to {drafts['draft_tokens']} tokens, {source}"

@@ -1,10 +1,10 @@
 """Speculative decoding of a replica: what it drafts, why its samples would not be the policy's, what was accepted.
 
-A draft is one token x at each position: of n-grams, and of a model whose own most likely token it is (vLLM's
-`draft_sample_method` greedy). vLLM's rejection sampler accepts it with probability p(x) and samples from p without x
-otherwise: the tokens are those of p, whatever is drafted. With `processed_logprobs` it returns log p at the sampling
-temperature for accepted, recovered and bonus tokens alike. Read in vllm 0.26 and 0.31, in the first model runner and
-without async scheduling; other ways to draft and to verify were not.
+A draft is one token x at each position: of n-grams, of suffix trees (Arctic Inference's), and of a model whose own
+most likely token it is (vLLM's `draft_sample_method` greedy). vLLM's rejection sampler accepts it with probability
+p(x) and samples from p without x otherwise: the tokens are those of p, whatever is drafted. With `processed_logprobs`
+it returns log p at the sampling temperature for accepted, recovered and bonus tokens alike. Read in vllm 0.26 and
+0.31, in the first model runner and without async scheduling; other ways to draft and to verify were not.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ OURS = "kit.rollout.server."  # worker extensions that correct vLLM's sampler fo
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 GENERATED = "vllm:generation_tokens"
-SHOWN = ("ngram", *BY_MODEL)  # methods that were compared with the policy
+SHOWN = ("ngram", "suffix", *BY_MODEL)  # methods that were compared with the policy
 # Settings of `speculative_config`, the values that were compared with the policy, and what others do.
 COMPARED = {
     "rejection_sample_method": ("standard", "verifies drafts by {} rejection sampling"),
