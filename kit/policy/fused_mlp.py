@@ -190,34 +190,24 @@ def swiglu_in_torch(
 
 
 def swiglu_gradient(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    grad: torch.Tensor,
-    gate_low: LowRank | None,
-    up_low: LowRank | None,
-    down_low: LowRank | None,
+    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, *lows: LowRank | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Write the gradients of gate and up over these (T, n), and silu(gate) · up over `grad` (T, n), the gradient of
-    that without the next adapter's part, `down_low`. Return the products of both gradients with B (T, r); None without
-    an adapter.
+    that without the next adapter's part. `lows` are the parts of gate, up and `grad`. Return the products of both
+    gradients with B (T, r); None without an adapter.
     """
-    if len(gate) and _has_kernel(gate, gate_low, up_low, down_low):
+    if len(gate) and _has_kernel(gate, *lows):
         from kit.policy import swiglu_kernel
 
-        return swiglu_kernel.swiglu_gradient(gate, up, grad, gate_low, up_low, down_low)
-    return swiglu_gradient_in_torch(gate, up, grad, gate_low, up_low, down_low)
+        return swiglu_kernel.swiglu_gradient(gate, up, grad, *lows)
+    return swiglu_gradient_in_torch(gate, up, grad, *lows)
 
 
 def swiglu_gradient_in_torch(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    grad: torch.Tensor,
-    gate_low: LowRank | None,
-    up_low: LowRank | None,
-    down_low: LowRank | None,
+    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, *lows: LowRank | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Reference implementation of `swiglu_gradient`: in float32, each result rounded once."""
-    dtype = gate.dtype
+    dtype, (gate_low, up_low, down_low) = gate.dtype, lows
     g = (gate if gate_low is None else gate_low.added_to(gate)).float()
     u = (up if up_low is None else up_low.added_to(up)).float()
     d = (grad if down_low is None else down_low.added_to(grad)).float()

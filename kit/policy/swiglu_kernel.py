@@ -202,11 +202,10 @@ def swiglu(
 
 
 def swiglu_gradient(
-    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, gate_low: LowRank | None, up_low: LowRank | None,
-    down_low: LowRank | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, *lows: LowRank | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """GPU version of `fused_mlp.swiglu_gradient_in_torch`; column strides of 1."""
-    rows, columns = gate.shape
+    (rows, columns), (gate_low, up_low, down_low) = gate.shape, lows
     ranges = triton.cdiv(columns, RANGE)
     gate_sums, up_sums = _sums(gate_low, gate, ranges), _sums(up_low, gate, ranges)
     (gate_tensors, gate_numbers, gate_rank) = _of(gate_low, gate)
