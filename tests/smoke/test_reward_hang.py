@@ -11,7 +11,7 @@ from kit.core.run_directory import RunDir
 from kit.train import trainer
 from reward import REWARDS
 from reward.answer import boxed_answer
-from reward.pool import WORKER, Verdict, WorkerPool
+from reward.pool import WORKER, Verdict, WorkerPool, _Worker
 from reward.score import own_texts
 
 # The kit's own worker, except that it never answers about a sample that is marked to hang.
@@ -34,9 +34,16 @@ EVERY = 20  # one sample of so many hangs: 5 %
 
 
 @pytest.fixture
-def pool(tmp_path):
+def pool(tmp_path, monkeypatch):
+    """Kills after a second what is marked to hang; a loaded machine may take seconds over any other sample."""
     worker = tmp_path / "worker.py"
     worker.write_text(HANGING)
+    send = _Worker.send
+
+    def send_patiently(worker, task, timeout_s):
+        send(worker, task, timeout_s if task[0].startswith("hang") else 20.0)
+
+    monkeypatch.setattr(_Worker, "send", send_patiently)
     pool = WorkerPool(2, 1.0, command=[sys.executable, "-P", str(worker)])
     yield pool
     pool.close()

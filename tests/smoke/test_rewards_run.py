@@ -16,7 +16,7 @@ from reward.reward_model import load, rendered
 from tests.smoke.test_two_processes import train
 from tests.unit.stub_judge import stub_judge
 
-EPISODES, STEPS = 200, 10
+EPISODES, STEPS = 200, 5
 ROWS = EPISODES // STEPS
 # What a clock or a counter of reasons measures; everything else is equal in a resumed run.
 CLOCKS = ("time", "seconds", "peak_gib", "rollout_tokens_per_s", "update_tokens_per_s")
@@ -55,13 +55,13 @@ def test_200_episodes_against_a_judge_that_is_late_wrong_and_absent(
     """Nothing hangs, nothing unknown is scored, and a resumed run repeats the uninterrupted one."""
     (tmp_path / "judge.txt").write_text("{question} {gold} {data_source} {extra_info} ANSWER {completion}")
     monkeypatch.setenv("STUB_KEY", "sk-stub-secret")
-    with stub_judge(late_s=2.0) as judge:
+    with stub_judge(late_s=30.0) as judge:
         judge.choose = behavior
-        options = {"url": judge.url, "model": "stub", "prompt_file": str(tmp_path / "judge.txt"), "timeout_s": 0.6}
-        options |= {"scale": [0, 10], "retries": 0, "api_key_env": "STUB_KEY"}
+        options = {"url": judge.url, "model": "stub", "prompt_file": str(tmp_path / "judge.txt"), "timeout_s": 3.0}
+        options |= {"scale": [0, 10], "retries": 0, "api_key_env": "STUB_KEY", "concurrency": ROWS}
         keys = {"reward.functions": '["llm_judge"]', "reward.options": json.dumps({"llm_judge": options})}
         keys |= {"reward.max_unknown_fraction": 1.0, "train.max_steps": STEPS, "data.path": verl_data}
-        keys |= {"train.per_device_train_batch_size": ROWS, "watch.completions_every": 1, "train.save_steps": 5}
+        keys |= {"train.per_device_train_batch_size": ROWS, "watch.completions_every": 1, "train.save_steps": 3}
         keys |= {"watch.completions_per_step": ROWS}
         run = RunDir(tmp_path / "run")
         done = recipe(recipe_arguments(learning_model_dir, run.path, keys))
@@ -84,7 +84,7 @@ def test_200_episodes_against_a_judge_that_is_late_wrong_and_absent(
         counts = steps[-1]["unknown_rewards"]["llm_judge"]
         assert sum(counts.values()) == unknown > 40 and set(counts) == {"late", "unparseable", "HTTP 500"}
         assert sum(round(row["masked_fraction"] * ROWS) for row in steps) == unknown
-        assert max(row["seconds"]["reward"] for row in steps) < 3.0
+        assert max(row["seconds"]["reward"] for row in steps) < 15.0, "at most 3 s for a request, all at once"
         files = [file for file in run.path.rglob("*") if file.is_file() and file.suffix in (".json", ".jsonl", ".log")]
         assert len(files) > 100 and not any("sk-stub-secret" in file.read_text() for file in files)
 
@@ -93,8 +93,8 @@ def test_200_episodes_against_a_judge_that_is_late_wrong_and_absent(
         done = recipe(recipe_arguments(learning_model_dir, run.path, keys, ("--resume",)))
         assert done.code == 0, done.err
         assert [learned(row) for row in read_jsonl(run.metrics_file)] == first
-        # 100 episodes are repeated; their replies come from the cache, but for those that had none.
-        assert 0 < judge.asked.total() - before < 50
+        # 80 episodes are repeated; their replies come from the cache, but for those that had none.
+        assert 0 < judge.asked.total() - before < 40
 
 
 def learned(row: dict) -> dict:

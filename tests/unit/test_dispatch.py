@@ -48,7 +48,7 @@ def test_long_prompts_are_sent_first_and_answers_keep_the_prompts_order():
 )
 def test_no_more_is_under_way_than_allowed_or_twice_what_runs_at_once(capacity, max_in_flight, most):
     """What would only queue on a replica, no other could take over."""
-    ask = Requests(0.02)
+    ask = Requests(0.1)
     Dispatcher(replicas(len(capacity)), capacity, 0, max_in_flight, 60).run([[1]] * 12, ask, "v1")
     assert ask.most == most
 
@@ -83,11 +83,12 @@ def test_turns_of_an_asyncio_loop_go_on_while_another_episode_waits_for_its_answ
     assert Counter(turns) == {0: 3, 1: 3, 2: 3, 3: 3, 9: 4}
 
 
-def placed(requests, homes: list, seconds: float = 0.0) -> list[str]:
+def placed(requests, homes: list) -> list[str]:
     """The replica that answers each of these requests, which are under way together."""
+    under_way = threading.Barrier(len(homes), timeout=30)
 
     def ask(replica: SimpleNamespace, request_id: str, prompt: list[int]) -> list:
-        time.sleep(seconds)
+        under_way.wait()
         return [replica.url]
 
     return [one.result(30)[0] for one in [requests.submit([1], ask, home) for home in homes]]
@@ -95,18 +96,18 @@ def placed(requests, homes: list, seconds: float = 0.0) -> list[str]:
 
 def test_a_later_turn_goes_to_the_replica_that_has_its_prefix():
     with Dispatcher(replicas(3), [8.0] * 3, retries=0, max_in_flight=64, timeout_s=60).open("v1") as requests:
-        first = placed(requests, ["a", "b", "c"], seconds=0.1)
+        first = placed(requests, ["a", "b", "c"])
         assert sorted(first) == ["http://0", "http://1", "http://2"]
         for homes in (["c", "b", "a"], ["b", "a"], ["a", "c"]):
             assert placed(requests, homes) == [first["abc".index(home)] for home in homes]
-        assert placed(requests, [None, None], seconds=0.1) == ["http://0", "http://1"], "else the load decides"
+        assert placed(requests, [None, None]) == ["http://0", "http://1"], "else the load decides"
 
 
 def test_a_turn_leaves_its_replica_when_that_one_is_clearly_more_loaded_and_stays_where_it_went():
     with Dispatcher(replicas(2), [8.0, 8.0], retries=0, max_in_flight=64, timeout_s=60).open("v1") as requests:
         assert placed(requests, ["a"]) == ["http://0"]
         # One request is an eighth of what each generates at once, two are more.
-        assert placed(requests, ["a"] * 3, seconds=0.2) == ["http://0", "http://0", "http://1"]
+        assert placed(requests, ["a"] * 3) == ["http://0", "http://0", "http://1"]
         assert placed(requests, ["a"]) == ["http://1"]
 
 

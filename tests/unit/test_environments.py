@@ -271,12 +271,12 @@ def test_a_result_that_was_there_in_time_counts_also_if_the_event_loop_notices_l
         time.sleep(0.8)
         return "late"
 
-    async def busy(tool) -> str:
-        called = asyncio.create_task(call_tool(tool, {}, 0.5))
+    async def busy(tool, limit_s: float) -> str:
+        called = asyncio.create_task(call_tool(tool, {}, limit_s))
         await asyncio.sleep(0.01)
-        time.sleep(1.0)  # what parsing and rendering for hundreds of episodes do to the loop
+        time.sleep(limit_s + 0.5)  # what parsing and rendering for hundreds of episodes do to the loop
         return await called
 
-    assert asyncio.run(busy(quick)) == "done"
+    assert asyncio.run(busy(quick, 2.5)) == "done"
     with pytest.raises(ToolFailed, match="slow took longer than"):
-        asyncio.run(busy(slow))
+        asyncio.run(busy(slow, 0.5))

@@ -105,29 +105,29 @@ def test_an_answer_of_megabytes_holds_up_nobody(most, monkeypatch):
     monkeypatch.setattr(episode_cases.Counter, "add", lambda self, number: "the same words " * 1_000_000)
     started = time.monotonic()
     (one,) = play(made, [[ADD, "1" + END]])
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10, "its 14 MB as tokens take 30 s"
     assert (one.end, one.turns) == ((LENGTH, 1) if most == "null" else (DONE, 2))
 
 
 def test_slow_tools_hold_up_their_own_episodes_only():
-    texts = [[call("hang", seconds=0.6) + END, "slow" + END] for _ in range(8)] + [[ADD, "fast" + END]] * 8
+    texts = [[call("hang", seconds=3.0) + END, "slow" + END] for _ in range(8)] + [[ADD, "fast" + END]] * 8
     made = runner(factory=f"{HERE}:Counter")
     script, order = Script(made.tokens.tokenizer, texts), []
     script.leave = order.append
     started = time.monotonic()
     results = made.submit([{"prompt": PROMPT, "gold": "0"} for _ in texts], script, [2]).result(30)
-    assert time.monotonic() - started < 8 * 0.6, "one after another"
+    assert time.monotonic() - started < 8 * 3.0, "one after another"
     assert set(order[:8]) == set(range(8, 16)), "fast ones end first"
     assert [one.messages[-1]["content"] for one in results] == ["slow"] * 8 + ["fast"] * 8
 
 
 def test_a_call_is_in_time_however_long_the_turns_of_others_take_to_read(monkeypatch):
-    """A turn takes 50 ms to parse, in 40 episodes: 2 s in which an instant call must not run out of 1 s."""
-    made = runner(factory=f"{HERE}:PaidCounter", tool_timeout_s=1.0)
+    """A turn takes 75 ms to parse, in 40 episodes: 3 s in which an instant call must not run out of 2.5 s."""
+    made = runner(factory=f"{HERE}:PaidCounter", tool_timeout_s=2.5)
     read = made.tokens.reply
 
     def slowly(*arguments):
-        ended = time.monotonic() + 0.05
+        ended = time.monotonic() + 0.075
         while time.monotonic() < ended:  # computes, as a parser does
             pass
         return read(*arguments)
@@ -135,15 +135,15 @@ def test_a_call_is_in_time_however_long_the_turns_of_others_take_to_read(monkeyp
     monkeypatch.setattr(made.tokens, "reply", slowly)
     results = play(made, [[ADD, "1" + END]] * 40)
     assert [one.failures for one in results] == [{}] * 40
-    assert max(one.environment_s for one in results) < 1.0
+    assert max(one.environment_s for one in results) < 2.5
 
 
 def test_an_episode_out_of_time_is_unknown_and_the_others_go_on():
-    texts = [[call("hang", seconds=5) + END], [call("wait", seconds=5) + END], [ADD, "1" + END]]
-    made = runner(factory=f"{HERE}:PaidCounter", tool_timeout_s=0.3, episode_timeout_s=0.3)
+    texts = [[call("hang", seconds=25) + END], [call("wait", seconds=25) + END], [ADD, "1" + END]]
+    made = runner(factory=f"{HERE}:PaidCounter", tool_timeout_s=2.5, episode_timeout_s=2.5)
     started = time.monotonic()
     hung, waiting, fine = play(made, texts)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20
     assert (fine.end, fine.unknown, fine.reward) == (DONE, None, 1.0)
     for one in (hung, waiting):
         # Which of the two limits is first decides whether the model still reads that the call failed.
@@ -302,6 +302,6 @@ def test_hanging_calls_are_bounded(monkeypatch):
     monkeypatch.setattr("kit.environments.tools.MOST_HUNG", 3)
     monkeypatch.setattr("kit.environments.tools._abandoned", [])
     made = runner(factory=f"{HERE}:Counter", tool_timeout_s=0.05)
-    play(made, [[call("hang", seconds=2) + END, "1" + END]] * 3)
+    play(made, [[call("hang", seconds=60) + END, "1" + END]] * 3)
     with pytest.raises(CheckFailed, match="3 calls of tools or environments hang"):
         play(made, [["1" + END]])

@@ -223,14 +223,15 @@ def test_a_server_that_hangs_is_given_up_with_the_time_limit_named(stub, place):
 
     def hang(request: dict) -> tuple[int, dict]:
         if request["max_tokens"] > 1:
-            stopped.wait(10)
+            stopped.wait(60)
         return echo(request)
 
     stub.answer = hang
     started = time.monotonic()
-    with pytest.raises(CheckFailed, match=r"did not answer within 0\.3 s, 2 times.*rollout\.request_timeout_s"):
-        measure(stub, place, timeout_s=0.3)
-    assert time.monotonic() - started < 9  # of 10
+    # The checks before it are answered, so the limit is one that they meet on a loaded machine.
+    with pytest.raises(CheckFailed, match=r"did not answer within 2\.5 s, 2 times.*rollout\.request_timeout_s"):
+        measure(stub, place, timeout_s=2.5)
+    assert time.monotonic() - started < 50  # of 60
     stopped.set()
 
 

@@ -121,7 +121,7 @@ def test_what_is_larger_than_the_room_runs_alone():
 def test_a_fault_of_the_caller_does_not_wait_for_what_has_not_begun():
     begun = []
     with pytest.raises(KeyboardInterrupt), Behind(room=100) as behind:
-        behind.run(1, time.sleep, 0.05)
+        behind.run(1, time.sleep, 2.5)
         for number in range(5):
             behind.run(1, begun.append, number)
         raise KeyboardInterrupt

@@ -65,7 +65,7 @@ def write(tmp_path):
 
 def test_json_prints_one_object_a_row_in_order_and_nothing_else(write, capsys):
     file = write([row for row, *_ in ROWS])
-    assert main(["check", file, "--task", "math", "--json", "--timeout_s", "1"]) == 0
+    assert main(["check", file, "--task", "math", "--json", "--timeout_s", "3"]) == 0
     printed = capsys.readouterr()
     found = [json.loads(line) for line in printed.out.splitlines()]
     assert printed.err == ""

@@ -23,17 +23,20 @@ PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content"
 
 @pytest.fixture
 def judge():
-    with stub_judge() as running:
+    with stub_judge(late_s=30.0) as running:
         yield running
 
 
 @pytest.fixture
 def bound(tmp_path, judge):
-    """bound(options) -> the reward, bound as a run binds it; its cache is in `tmp_path / "run"`."""
+    """bound(options) -> the reward, bound as a run binds it; its cache is in `tmp_path / "run"`.
+
+    Three seconds for a request: a machine that stands still for one or two makes no good answer late.
+    """
     (tmp_path / "judge.txt").write_text(TEMPLATE)
 
     def bind(folder="run", limit=1.0, **options):
-        given = {"url": judge.url, "model": "stub", "prompt_file": str(tmp_path / "judge.txt"), "timeout_s": 0.5}
+        given = {"url": judge.url, "model": "stub", "prompt_file": str(tmp_path / "judge.txt"), "timeout_s": 3.0}
         given |= {"scale": [0, 10], "retries": 1, **options}
         config = RewardConfig(functions=["llm_judge"], options={"llm_judge": given}, max_unknown_fraction=limit)
         return reward_functions(config, ["question", "level"], folder=folder and tmp_path / folder)[0][0]
@@ -49,12 +52,12 @@ def ask(reward, *texts, **columns):
 
 
 def test_a_run_of_200_episodes_gets_every_score_that_was_given_and_no_other(bound, judge):
-    """Late, wrong and absent answers in ten steps of 20: nothing hangs, and nothing unknown is a number."""
+    """Late, wrong and absent answers in four steps of 50: nothing hangs, and nothing unknown is a number."""
     bad = ("late", "silent", "dropped", "drip", "garbage", "empty", "torn", "off", "500", "404")
-    reward, rng = bound(concurrency=20), random.Random(0)
+    reward, rng = bound(concurrency=50), random.Random(0)
     seconds, seen = [], 0
-    for step in range(10):
-        kinds = [rng.choice(("good", "good", *bad)) for _ in range(20)]
+    for step in range(4):
+        kinds = [rng.choice(("good", "good", *bad)) for _ in range(50)]
         scores = [rng.choice(("0", "10", "2.5")) for _ in kinds]
         texts = [
             f"episode {step}.{number} judge-{f'score {score}' if kind == 'good' else kind}"
@@ -66,8 +69,9 @@ def test_a_run_of_200_episodes_gets_every_score_that_was_given_and_no_other(boun
         expected = [float(s) / 10 if kind == "good" else None for kind, s in zip(kinds, scores, strict=True)]
         assert found == expected
         seen += sum(value is None for value in found)
-    # 20 at once, each at most 0.5 s or a retry 0.5 s after a refusal; the rest is a loaded machine's.
-    assert max(seconds) < 6.0
+    # 50 at once, each at most 3 s, or 3 s more after a refusal and a pause of 0.5 s; the rest is a loaded machine's.
+    # Who waited for a late reply would wait for 30 s, for a silent or a dripping judge without end.
+    assert max(seconds) < 20.0
     assert reward.unknown_counts.total() == seen > 100
     reasons = {"late", "no connection", "unparseable", "no reply", "off the scale", "HTTP 500", "HTTP 404"}
     assert set(reward.unknown_counts) == reasons

@@ -14,12 +14,13 @@ import pytest
 
 from kit.core.errors import BadInput, CheckFailed
 from reward.exact import prepared
-from reward.pool import WORKER, UnknownBudget, Verdict, WorkerPool
+from reward.pool import WORKER, UnknownBudget, Verdict, WorkerPool, _Worker
 from tests import processes
 from tests.unit import answer_cases as cases
 
 ROOT = Path(__file__).parents[2]
 TOWER = ("10^{10^{10}}", "5")
+SOUND_S = 20.0  # for what is no hang: a loaded machine may stall it for seconds
 
 # The real worker with a comparison that misbehaves on request.
 HOSTILE = f"""
@@ -54,11 +55,16 @@ worker.main()
 
 
 @pytest.fixture
-def hostile(tmp_path):
-    """Makes pools of misbehaving workers and closes them."""
+def hostile(tmp_path, monkeypatch):
+    """Makes pools of misbehaving workers and closes them; a comparison that does not sleep has at least `SOUND_S`."""
     script = tmp_path / "hostile.py"
     script.write_text(HOSTILE)
-    pools = []
+    pools, send = [], _Worker.send
+
+    def send_patiently(worker, task, timeout_s):
+        send(worker, task, timeout_s if task[0] == "sleep" else max(timeout_s, SOUND_S))
+
+    monkeypatch.setattr(_Worker, "send", send_patiently)
 
     def make(workers=2, timeout_s=0.5):
         pools.append(WorkerPool(workers, timeout_s, [sys.executable, "-P", str(script)]))
@@ -71,7 +77,7 @@ def hostile(tmp_path):
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = WorkerPool(workers=2, timeout_s=5.0)
+    pool = WorkerPool(workers=2, timeout_s=SOUND_S)
     yield pool
     pool.close()
 
@@ -105,7 +111,7 @@ def test_an_unparseable_reference_is_undecided_and_says_so(pool):
 
 def test_verdicts_are_the_same_for_one_and_two_workers(pool):
     pairs = (cases.EQUAL_THERE + cases.DIFFERENT_THERE) * 2
-    single = WorkerPool(workers=1, timeout_s=5.0)
+    single = WorkerPool(workers=1, timeout_s=SOUND_S)
     try:
         assert single.compare(pairs) == pool.compare(pairs) == pool.compare(pairs[::-1])[::-1]
     finally:
@@ -113,14 +119,15 @@ def test_verdicts_are_the_same_for_one_and_two_workers(pool):
 
 
 def test_a_tower_of_powers_is_undecided_within_the_limit_and_its_worker_is_replaced():
-    pool = WorkerPool(workers=1, timeout_s=1.0)
+    pool = WorkerPool(workers=1, timeout_s=SOUND_S)
     try:
         assert pool.compare([("1+1", "2")])[0].value is True
         first = pool.pids()
-        started = time.monotonic()
+        pool.timeout_s, started = 1.0, time.monotonic()
         assert pool.compare([TOWER]) == [Verdict(None, "timeout")]
         assert 1.0 <= time.monotonic() - started
         assert not any(map(alive, first))  # killed, not left to its own CPU limit
+        pool.timeout_s = SOUND_S
         assert pool.compare([("1+1", "2")])[0].value is True
         assert pool.pids() != first
         assert pool.counts == {"algebra": 2, "timeout": 1}
@@ -210,8 +217,9 @@ def test_a_batch_is_compared_under_its_policy(monkeypatch):
 def test_a_worker_that_died_while_idle_costs_no_sample(hostile):
     pool = hostile(workers=1)
     pool.compare([("1+1", "2")])
-    os.kill(pool.pids()[0], signal.SIGKILL)
-    time.sleep(0.2)
+    (worker,) = pool.pids()
+    os.kill(worker, signal.SIGKILL)
+    assert wait_gone([worker])
     assert pool.compare([("2+2", "4")]) == [Verdict(True, "algebra")]
 
 
@@ -262,9 +270,9 @@ def test_impossible_settings_are_bad_input(make, key):
 
 # A parent prints the pids of its workers and server, then is busy with a power that holds the interpreter lock (one
 # worker idle), with a worker asleep, or exits.
-TWO_WORKERS = "pool = WorkerPool(2, 1.5)\nwhile len(pool.pids()) < 2: pool.compare([('1+1', '2'), ('1+2', '3')])"
+TWO_WORKERS = "pool = WorkerPool(2, 3.0)\nwhile len(pool.pids()) < 2: pool.compare([('1+1', '2'), ('1+2', '3')])"
 ONE_HOSTILE = "pool = WorkerPool(1, 600.0, [sys.executable, '-P', 'hostile.py'])\npool.compare([('1+1', '2')])"
-SHARED = "answers_equal('\\\\sqrt{3+2\\\\sqrt{2}}', '1+\\\\sqrt{2}')\npool = shared_pool()"
+SHARED = "pool = shared_pool()\nwhile not pool.pids(): answers_equal('\\\\sqrt{3+2\\\\sqrt{2}}', '1+\\\\sqrt{2}')"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -316,15 +317,22 @@ def test_a_reader_of_write_json_never_sees_half(tmp_path):
     write_json(path, {"n": 0, "text": text})
     child = os.fork()
     if child == 0:
-        for number in range(60):
-            write_json(path, {"n": number, "text": text})
-        os._exit(0)
-    seen = 0
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
-        assert len(json.loads(path.read_text())["text"]) == 200_000
-        seen += 1
-        time.sleep(0.001)
-    assert seen > 5
+        try:
+            for number in itertools.count(1):
+                write_json(path, {"n": number, "text": text})
+        finally:
+            os._exit(1)
+    seen: set[int] = set()
+    try:
+        while len(seen) < 30:
+            assert os.waitpid(child, os.WNOHANG)[0] == 0, "it writes until it is killed"
+            found = json.loads(path.read_text())
+            assert len(found["text"]) == 200_000
+            seen.add(found["n"])
+            time.sleep(0.001)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def checkpoint(run: RunDir, step: int) -> Path:

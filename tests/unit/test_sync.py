@@ -175,7 +175,7 @@ def test_a_replica_that_hangs_in_a_sync_is_given_up_long_before_the_request_time
     both, sync = synced(2)
     sync.settle()
     monkeypatch.setattr("kit.rollout.replica.PROBE_EVERY_S", 0.1)
-    monkeypatch.setattr("kit.rollout.replica.PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kit.rollout.replica.PROBE_TIMEOUT_S", 0.5)
     for replica in sync.replicas:
         replica.timeout_s = replica.change_timeout_s = 60
     release = threading.Event()

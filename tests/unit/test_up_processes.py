@@ -227,8 +227,9 @@ def test_a_server_that_dies_ends_the_trainer(stand_ins, tmp_path, port, left, mo
     assert left() == []
 
 
-def test_a_server_that_dies_behind_a_failing_trainer_is_named_as_the_cause(stand_ins):
+def test_a_server_that_dies_behind_a_failing_trainer_is_named_as_the_cause(stand_ins, monkeypatch):
     """Requests fail while a server is still on its way down."""
+    monkeypatch.setattr(up, "FOLLOWED_S", 10.0)
     trainer = until("SERVER()") + "import sys; time.sleep(1); sys.exit('error: no answer')"
     with pytest.raises(CheckFailed, match=r"(?s)ended with exit code 3.*trainer ended with exit code 1. no answer"):
         stand_ins(server=DIES_LATER.replace("1.5", "3.5"), trainer=trainer)
@@ -296,6 +297,8 @@ def test_a_trainer_that_does_not_listen_is_killed_after_its_time(tmp_path, port)
 def test_a_second_interrupt_kills_at_once(tmp_path, port):
     with driven(tmp_path, port, {"server": SERVES, "trainer": STUBBORN}, stop_s=600) as process:
         process.send_signal(signal.SIGINT)
+        while "asked to end" not in (line := process.stdout.readline()):  # else a stalled one gets both as one
+            assert line, "ended"
         time.sleep(0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)

@@ -59,8 +59,8 @@ def step(folder: Path, number: int) -> str:
     return f"open({str(folder / 'metrics.jsonl')!r}, 'a').write({row})\n"
 
 
-# Notes that it was asked: `launch.up` takes it for ready then.
-ASKED = SERVES.replace("self.send_response", "open('../asked', 'w'); self.send_response")
+# Notes that it has answered: `launch.up` takes it for ready then, however late it reads that.
+ASKED = SERVES.replace(".encode())", ".encode()); open('../asked', 'w')")
 # Dies once it serves, when the file `die` is there; the next start of it serves on.
 DIES_WHEN_TOLD = """
 import os, threading, time
@@ -82,7 +82,7 @@ def test_a_server_that_dies_is_started_again_and_the_trainer_goes_on(stand_ins, 
     """Keep it idle: it waits for as long as it is asked to."""
     server = counted(tmp_path, "servers") + DIES_WHEN_TOLD
     trainer = counted(tmp_path, "trainers") + until("SERVER()") + step(tmp_path, 1)
-    trainer += tell_it_to_die(tmp_path) + until("not SERVER()") + until("SERVER()") + "time.sleep(1.5)"
+    trainer += tell_it_to_die(tmp_path) + until("not SERVER()") + until("SERVER()") + "time.sleep(3.5)"
     assert stand_ins(restarts=3, server=server, trainer=trainer) == 0
     assert len(starts(tmp_path, "servers")) == 2 and starts(tmp_path, "trainers") == ["360"]
     (one,) = read_restarts(RunDir(tmp_path))
@@ -105,7 +105,7 @@ def test_a_server_that_hangs_is_started_again_when_the_trainer_asks_for_its_proc
     server += f"if n == 1: signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{ASKED}"
     trainer = (
         until(f"os.path.exists({str(tmp_path / 'asked')!r})")
-        + "time.sleep(1)\n"
+        + "time.sleep(3)\n"
         + f"pid = int(open({str(pid)!r}).read())\n"
     )
     trainer += asks(tmp_path, port, "pid") + until(f"int(open({str(pid)!r}).read() or pid) != pid and SERVER()")
@@ -159,7 +159,7 @@ def test_a_trainer_that_is_killed_continues_what_it_did(stand_ins, tmp_path, mad
 def test_a_trainer_that_stands_still_is_started_again(stand_ins, tmp_path, monkeypatch, left):
     monkeypatch.setattr(stall, "LOOK_S", 0.1)
     monkeypatch.setattr(stall, "GRACE_S", 0.0)
-    monkeypatch.setattr(up, "StallWatch", lambda run, seconds: stall.StallWatch(run, 2.0))
+    monkeypatch.setattr(up, "StallWatch", lambda run, seconds: stall.StallWatch(run, 3.0))
     trainer = counted(tmp_path, "trainers") + "if n == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
     assert stand_ins(restarts=1, trainer=trainer) == 0 and left() == []
     (one,) = read_restarts(RunDir(tmp_path))
