@@ -223,22 +223,27 @@ def add(a, b):
     assert outcome.reason == "passed"
 
 
-def test_a_killed_server_leaves_no_process_and_its_job_is_judged_again(strongest):
-    sleeping = job("import time\ndef add(a, b):\n    time.sleep(60)")
-    outcomes, began = [], time.monotonic()
-    thread = threading.Thread(target=lambda: outcomes.extend(strongest.run([sleeping])))
-    thread.start()
-    busy = processes.wait_until(lambda: next((pid for pid in strongest.pids() if len(descendants(pid)) == 2), None))
-    below = descendants(busy)
-    time.sleep(0.8)  # until both have asked for their death signal
-    os.kill(busy, 9)
-    # The job itself has four seconds.
-    while any(os.path.exists(f"/proc/{pid}") for pid in below) and time.monotonic() - began < 3.8:
-        time.sleep(0.05)
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in below)
-    thread.join(30)
-    assert [outcome.reason for outcome in outcomes] == ["timeout"]
-    assert busy not in strongest.pids()
+def test_a_killed_server_leaves_no_process_and_its_job_is_judged_again():
+    sandbox = Sandbox(2, timeout_s=2.0, isolation="any")
+    try:
+        assert [outcome.reason for outcome in sandbox.run([job(), job()])] == ["passed"] * 2
+        sleeping = job("import time\ndef add(a, b):\n    time.sleep(60)")
+        outcomes, began = [], time.monotonic()
+        thread = threading.Thread(target=lambda: outcomes.extend(sandbox.run([sleeping])))
+        thread.start()
+        busy = processes.wait_until(lambda: next((pid for pid in sandbox.pids() if len(descendants(pid)) == 2), None))
+        below = descendants(busy)
+        time.sleep(0.5)  # until both have asked for their death signal
+        os.kill(busy, 9)
+        # The job itself has eight seconds, and a loaded machine takes up to two to clear what was killed.
+        while any(os.path.exists(f"/proc/{pid}") for pid in below) and time.monotonic() - began < 7.5:
+            time.sleep(0.05)
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in below)
+        thread.join(60)
+        assert [outcome.reason for outcome in outcomes] == ["timeout"]
+        assert busy not in sandbox.pids()
+    finally:
+        sandbox.close()
 
 
 def test_the_tests_are_not_in_the_memory_of_the_process_that_runs_the_code(strongest):

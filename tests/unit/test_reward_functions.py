@@ -180,8 +180,10 @@ def test_every_option_of_every_reward_has_a_type_and_a_default_of_that_type(name
 
 def test_a_hang_is_none_and_a_spent_budget_stops_with_the_answer_that_hung(monkeypatch):
     (function,), _ = reward_functions(RewardConfig(timeout_s=20.0, workers=1, max_unknown_fraction=0.01))
-    # The clock of this process alone, which may stand still: else a worker's own limit on CPU time is the first.
-    monkeypatch.setattr(shared_pool(1, 20.0), "timeout_s", 0.5)
+    pool = shared_pool(1, 20.0)
+    assert pool.compare([("1+1", "2")])[0].value is True
+    # For this process alone. Where it stands still, a worker's own limit on CPU time would be the first.
+    monkeypatch.setattr(pool, "timeout_s", 0.5)
     tower = r"\boxed{10^{10^{10}}}"
     batch = {"prompts": None, "gold": ["7", "7"]}
     assert function(completions=[tower, r"\boxed{7}"], **batch) == [None, 1.0]

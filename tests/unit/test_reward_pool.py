@@ -217,9 +217,9 @@ def test_a_batch_is_compared_under_its_policy(monkeypatch):
 def test_a_worker_that_died_while_idle_costs_no_sample(hostile):
     pool = hostile(workers=1)
     pool.compare([("1+1", "2")])
-    (worker,) = pool.pids()
-    os.kill(worker, signal.SIGKILL)
-    assert wait_gone([worker])
+    (worker,) = pool._live
+    os.kill(worker.pid, signal.SIGKILL)
+    processes.wait_until(worker.is_dead)
     assert pool.compare([("2+2", "4")]) == [Verdict(True, "algebra")]
 
 
