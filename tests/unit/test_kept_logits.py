@@ -24,6 +24,7 @@ OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 def put_back(monkeypatch):
     monkeypatch.setattr(chunked_logprob, "TOKEN_CHUNK_SIZE", 32)
     monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 100)
+    monkeypatch.setattr(utils, "_use_triton", chunked_logprob._use_triton)  # every position is scored
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
 
 

@@ -294,15 +294,17 @@ def test_an_address_of_another_machine_is_not_started_here(monkeypatch, host):
         check_ports(plans(config(rollout={"server_urls": [f"http://{host}:8000"]}), CUDA, ["0"]))
 
 
+@pytest.mark.parametrize("has_suffix", [True, False])
 @pytest.mark.parametrize(
     ("version", "fits"),
     [("0.25.9", False), ("0.26.0", True), ("0.31.4+cu129", True), ("0.32.0", False), ("dev", False)],
 )
-def test_only_tested_versions_of_vllm_are_started(monkeypatch, version, fits):
+def test_only_tested_versions_of_vllm_are_started(monkeypatch, version, fits, has_suffix):
+    monkeypatch.setattr("launch.vllm_command.importlib.util.find_spec", lambda name: has_suffix or None)
     monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["vllm"]})
     monkeypatch.setattr(metadata, "version", lambda name: version)
     if fits:
-        assert installed_vllm() == Installed(version, False)
+        assert installed_vllm() == Installed(version, False, has_suffix=has_suffix)
     else:
         with pytest.raises(BadInput, match=r"from 0\.26, below 0\.32"):
             installed_vllm()

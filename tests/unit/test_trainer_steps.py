@@ -255,7 +255,7 @@ def test_a_trainer_is_made_with_what_the_configuration_says_of_its_policy(
     monkeypatch.setattr(module, "use_adapted_experts", lambda model: 0)
     monkeypatch.setattr(module, "set_adapter_dtype", lambda model, dtype: done.append(dtype))
     monkeypatch.setattr(module, "load_adapter_weights", lambda model, folder: done.append(f"weights of {folder}"))
-    monkeypatch.setattr(module, "use_fused_linears", lambda model, how: done.append(f"computes {how}"))
+    monkeypatch.setattr(module, "use_fused_linears", lambda model, how, keeps: done.append(f"computes {how}"))
     quantize = lambda model, fmt, is_split: done.append(f"quantized as {fmt.name}")  # noqa: E731
     monkeypatch.setattr(module, "use_quantized_linears", quantize)
     config = load_config(CONFIG, changes)
