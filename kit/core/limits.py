@@ -4,6 +4,7 @@
 VLLM_FROM, VLLM_BELOW = (0, 26), (0, 32)
 # The ranks that vLLM 0.26 to 0.31 allocates LoRA slots for (vllm/config/lora.py).
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+KERNEL_RANK = 64  # the largest that the kit's own kernels multiply with
 
 # Beyond these a number is a mistake, and what counts up to it would not end.
 MOST_GPUS = 1024  # of one machine

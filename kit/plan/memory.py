@@ -558,6 +558,7 @@ def kept_gib(shape: Shape, config: Config, card: Card, taken_gib: float) -> floa
     if (
         config.rollout.backend == "server"
         or mode == "never"
+        or config.train.keep_weights  # counted there
         or not made_once
         or quantized.multiplies_fp8(config, card)
     ):

@@ -34,6 +34,7 @@ from peft.tuners.lora import layer as peft_layer
 from torch.autograd.function import once_differentiable
 
 from kit.core.errors import BadInput
+from kit.core.limits import KERNEL_RANK
 from kit.policy.recompute import base_product
 from kit.weights.fp8 import LEAST_SCALE, Fp8Linear, row_scales
 from kit.weights.frozen_base import stored_linears
@@ -52,9 +53,9 @@ FEW_KEPT = 4  # up to this many, it is faster than a product with a kept weight:
 # Layers that are called with the same tensor, in call order.
 SAME_INPUT: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 SAME_INPUT += (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))  # linear attention of Qwen3.5
-# From this many values on, and up to this rank, our own kernel adds the adapter's part: cuBLAS reaches half of the
+# From this many values on, and up to `KERNEL_RANK`, our own kernel adds the adapter's part: cuBLAS reaches half of the
 # memory bandwidth there. For smaller outputs the launch costs more.
-LARGE, WIDEST_RANK = 1 << 24, 64
+LARGE = 1 << 24
 
 
 def use_fused_linears(model: torch.nn.Module, compute: str, keep_weights: bool = False) -> int:
@@ -280,7 +281,7 @@ class LowRank(NamedTuple):
 
 def add_low_rank(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> None:
     """y += scaling · left · right in place: y (T, n), left (T, r), right (r, n)."""
-    if y.numel() < LARGE or left.shape[1] > WIDEST_RANK or y.dtype not in (torch.bfloat16, torch.float16):
+    if y.numel() < LARGE or left.shape[1] > KERNEL_RANK or y.dtype not in (torch.bfloat16, torch.float16):
         y.addmm_(left, right, alpha=scaling)
     else:
         torch.ops.kit.add_low_rank_(y, left, right, scaling)

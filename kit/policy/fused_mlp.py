@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 from kit.core.config.recompute_rules import ENDS_WITH_RESIDUAL
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
+from kit.core.limits import KERNEL_RANK
 from kit.policy.fused_linear import (
-    WIDEST_RANK,
     FusedBase,
     FusedLora,
     LowRank,
@@ -163,7 +163,7 @@ def _low_ranks(
 
 def _has_kernel(y: torch.Tensor, *factors: LowRank | torch.Tensor | None) -> bool:
     ranks = [one.left.shape[1] if isinstance(one, LowRank) else len(one) for one in factors if one is not None]
-    return y.is_cuda and y.dtype in (torch.bfloat16, torch.float16) and max(ranks, default=0) <= WIDEST_RANK
+    return y.is_cuda and y.dtype in (torch.bfloat16, torch.float16) and max(ranks, default=0) <= KERNEL_RANK
 
 
 def swiglu(

@@ -22,11 +22,18 @@ LEAST_RANK = 16  # of `tl.dot`
 
 
 @triton.jit
-def _left(left, stride, is_row, rank, ROWS: tl.constexpr, RANK: tl.constexpr):
+def _rows_of_program(rows, ROWS: tl.constexpr):
+    """The first row of a program in 64 bits, the rows from there in 32 bits, and which of them exist (R, 1)."""
+    row = tl.arange(0, ROWS)
+    return tl.program_id(0).to(tl.int64) * ROWS, row, row[:, None] < rows - tl.program_id(0) * ROWS
+
+
+@triton.jit
+def _left(left, stride, first_row, is_row, rank, ROWS: tl.constexpr, RANK: tl.constexpr):
     """Load rows of a left factor (R, r)."""
     k = tl.arange(0, RANK)
-    row = tl.arange(0, ROWS)
-    return tl.load(left + row[:, None] * stride + k[None, :], mask=is_row & (k[None, :] < rank), other=0.0)
+    place = left + first_row * stride + tl.arange(0, ROWS)[:, None] * stride + k[None, :]
+    return tl.load(place, mask=is_row & (k[None, :] < rank), other=0.0)
 
 
 @triton.jit
@@ -35,6 +42,12 @@ def _right(right, stride, step, column, columns, rank, RANK: tl.constexpr):
     k = tl.arange(0, RANK)
     is_inside = (k[:, None] < rank) & (column[None, :] < columns)
     return tl.load(right + k[:, None] * stride + column[None, :].to(tl.int64) * step, mask=is_inside, other=0.0)
+
+
+@triton.jit
+def _added(y, left, right, scaling):
+    """y + scaling · left · right in float32, rounded to the factors' dtype."""
+    return (y + scaling * tl.dot(left, right)).to(left.dtype).to(tl.float32)
 
 
 @triton.jit
@@ -54,20 +67,15 @@ def _swiglu(
     GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DOWN_RANK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
-    # 64-bit offset of the rows, 32-bit offsets inside them.
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
-    row = tl.arange(0, ROWS)
-    is_row = row[:, None] < rows - tl.program_id(0) * ROWS
+    first_row, row, is_row = _rows_of_program(rows, ROWS)
     gate += first_row * gate_stride
     up += first_row * up_stride
     act += first_row * columns
     kind = act.dtype.element_ty
     if HAS_GATE:
-        gate_rows = _left(
-            gate_left + first_row * gate_left_stride, gate_left_stride, is_row, gate_rank, ROWS, GATE_RANK
-        )
+        gate_rows = _left(gate_left, gate_left_stride, first_row, is_row, gate_rank, ROWS, GATE_RANK)
     if HAS_UP:
-        up_rows = _left(up_left + first_row * up_left_stride, up_left_stride, is_row, up_rank, ROWS, UP_RANK)
+        up_rows = _left(up_left, up_left_stride, first_row, is_row, up_rank, ROWS, UP_RANK)
     if HAS_DOWN:
         total = tl.zeros((ROWS, DOWN_RANK), tl.float32)
     for start in range(tl.program_id(1) * RANGE, tl.minimum(tl.program_id(1) * RANGE + RANGE, columns), COLUMNS):
@@ -76,13 +84,11 @@ def _swiglu(
         g = tl.load(gate + row[:, None] * gate_stride + column[None, :], mask=is_inside, other=0.0).to(tl.float32)
         u = tl.load(up + row[:, None] * up_stride + column[None, :], mask=is_inside, other=0.0).to(tl.float32)
         if HAS_GATE:
-            part = tl.dot(
-                gate_rows, _right(gate_right, gate_right_stride, gate_step, column, columns, gate_rank, GATE_RANK)
-            )
-            g = (g + gate_scaling * part).to(kind).to(tl.float32)
+            gate_b = _right(gate_right, gate_right_stride, gate_step, column, columns, gate_rank, GATE_RANK)
+            g = _added(g, gate_rows, gate_b, gate_scaling)
         if HAS_UP:
-            part = tl.dot(up_rows, _right(up_right, up_right_stride, up_step, column, columns, up_rank, UP_RANK))
-            u = (u + up_scaling * part).to(kind).to(tl.float32)
+            up_b = _right(up_right, up_right_stride, up_step, column, columns, up_rank, UP_RANK)
+            u = _added(u, up_rows, up_b, up_scaling)
         value = ((g * tl.sigmoid(g)).to(kind).to(tl.float32) * u).to(kind)
         tl.store(act + row[:, None] * columns + column[None, :], value, mask=is_inside)
         if HAS_DOWN:
@@ -103,25 +109,19 @@ def _swiglu_gradient(
     GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DOWN_RANK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
-    row = tl.arange(0, ROWS)
-    is_row = row[:, None] < rows - tl.program_id(0) * ROWS
+    first_row, row, is_row = _rows_of_program(rows, ROWS)
     gate += first_row * gate_stride
     up += first_row * up_stride
     grad += first_row * grad_stride
     kind = gate.dtype.element_ty
     if HAS_GATE:
-        gate_rows = _left(
-            gate_left + first_row * gate_left_stride, gate_left_stride, is_row, gate_rank, ROWS, GATE_RANK
-        )
+        gate_rows = _left(gate_left, gate_left_stride, first_row, is_row, gate_rank, ROWS, GATE_RANK)
         gate_total = tl.zeros((ROWS, GATE_RANK), tl.float32)
     if HAS_UP:
-        up_rows = _left(up_left + first_row * up_left_stride, up_left_stride, is_row, up_rank, ROWS, UP_RANK)
+        up_rows = _left(up_left, up_left_stride, first_row, is_row, up_rank, ROWS, UP_RANK)
         up_total = tl.zeros((ROWS, UP_RANK), tl.float32)
     if HAS_DOWN:
-        down_rows = _left(
-            down_left + first_row * down_left_stride, down_left_stride, is_row, down_rank, ROWS, DOWN_RANK
-        )
+        down_rows = _left(down_left, down_left_stride, first_row, is_row, down_rank, ROWS, DOWN_RANK)
     for start in range(tl.program_id(1) * RANGE, tl.minimum(tl.program_id(1) * RANGE + RANGE, columns), COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         is_inside = is_row & (column[None, :] < columns)
@@ -133,13 +133,13 @@ def _swiglu_gradient(
         d = tl.load(grad_at, mask=is_inside, other=0.0).to(tl.float32)
         if HAS_GATE:
             gate_b = _right(gate_right, gate_right_stride, gate_step, column, columns, gate_rank, GATE_RANK)
-            g = (g + gate_scaling * tl.dot(gate_rows, gate_b)).to(kind).to(tl.float32)
+            g = _added(g, gate_rows, gate_b, gate_scaling)
         if HAS_UP:
             up_b = _right(up_right, up_right_stride, up_step, column, columns, up_rank, UP_RANK)
-            u = (u + up_scaling * tl.dot(up_rows, up_b)).to(kind).to(tl.float32)
+            u = _added(u, up_rows, up_b, up_scaling)
         if HAS_DOWN:
             a = _right(down_right, down_right_stride, down_step, column, columns, down_rank, DOWN_RANK)
-            d = (d + down_scaling * tl.dot(down_rows, a)).to(kind).to(tl.float32)
+            d = _added(d, down_rows, a, down_scaling)
         share = tl.sigmoid(g)
         silu = g * share
         tl.store(grad_at, (silu.to(kind).to(tl.float32) * u).to(kind), mask=is_inside)

@@ -457,10 +457,13 @@ def test_the_plan_counts_the_kept_codes_in_every_phase():
         load_config(CONFIG, overrides({"policy.compute": "fp8", "train.keep_weights": value}))
         for value in ("false", "true")
     )
+    assert memory.kept_gib(shape, plain, card, 0.0) > 0
+    assert memory.kept_gib(shape, kept, card, 0.0) == 0, "rollouts in process use the codes that are there"
+    plain.rollout.keep_weights = "never"
     phases = [memory.trainer_phases(shape, config, card) for config in (plain, kept)]
     for name, parts in phases[0].items():
         more = memory.allocated(phases[1][name]) - memory.allocated(parts)
         assert more == pytest.approx(2 * shape.linear_weights / 2**30), name
-    for config in (plain, kept):  # so long that the card, not the host, is what takes the time
+    for config in (plain, kept):  # long completions, so that the host's launches are not the bound
         config.rollout.max_completion_length = 2048
     assert update_seconds(shape, kept, card, 64) < update_seconds(shape, plain, card, 64)

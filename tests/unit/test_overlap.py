@@ -241,7 +241,7 @@ def test_a_lag_that_moves_the_policy_too_far_is_named_as_a_cause(train, replica,
 
 
 PROMPTS = [[number] * 3 for number in (7, 8) for _ in range(GROUP)]
-REQUEST_S = 3.0  # a machine that stands still for a second or two is told from one that waits for a request
+REQUEST_S = 3.0  # longer than a loaded machine stalls: less time than this means that nobody waited
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ EXPECTED = [[number, index] for number in range(6) for index in range(GROUP)]
 
 
 def when(found: Callable[[], bool], then: Callable[[], None]) -> None:
-    """Do something in the background once something is found, whether the machine is slow or fast."""
+    """Call `then` from a thread as soon as `found()` is true."""
     threading.Thread(target=lambda: processes.wait_until(found) and then(), daemon=True).start()
 
 

@@ -182,7 +182,7 @@ def test_a_hang_is_none_and_a_spent_budget_stops_with_the_answer_that_hung(monke
     (function,), _ = reward_functions(RewardConfig(timeout_s=20.0, workers=1, max_unknown_fraction=0.01))
     pool = shared_pool(1, 20.0)
     assert pool.compare([("1+1", "2")])[0].value is True
-    # For this process alone. Where it stands still, a worker's own limit on CPU time would be the first.
+    # Only this process gets the short timeout; a worker's CPU-time limit could otherwise expire first.
     monkeypatch.setattr(pool, "timeout_s", 0.5)
     tower = r"\boxed{10^{10^{10}}}"
     batch = {"prompts": None, "gold": ["7", "7"]}

@@ -31,7 +31,7 @@ def judge():
 def bound(tmp_path, judge):
     """bound(options) -> the reward, bound as a run binds it; its cache is in `tmp_path / "run"`.
 
-    Three seconds for a request: a machine that stands still for one or two makes no good answer late.
+    A request may take three seconds, so a stall of one or two does not make a good answer late.
     """
     (tmp_path / "judge.txt").write_text(TEMPLATE)
 
@@ -70,7 +70,7 @@ def test_a_run_of_200_episodes_gets_every_score_that_was_given_and_no_other(boun
         assert found == expected
         seen += sum(value is None for value in found)
     # 50 at once, each at most 3 s, or 3 s more after a refusal and a pause of 0.5 s; the rest is a loaded machine's.
-    # Who waited for a late reply would wait for 30 s, for a silent or a dripping judge without end.
+    # Waiting for a late reply would take 30 s, and for a silent or dripping judge forever.
     assert max(seconds) < 20.0
     assert reward.unknown_counts.total() == seen > 100
     reasons = {"late", "no connection", "unparseable", "no reply", "off the scale", "HTTP 500", "HTTP 404"}

@@ -20,7 +20,7 @@ from tests.unit import answer_cases as cases
 
 ROOT = Path(__file__).parents[2]
 TOWER = ("10^{10^{10}}", "5")
-SOUND_S = 20.0  # for what is no hang: a loaded machine may stall it for seconds
+SOUND_S = 20.0  # timeout of comparisons that do not hang; a loaded machine may stall them for seconds
 
 # The real worker with a comparison that misbehaves on request.
 HOSTILE = f"""

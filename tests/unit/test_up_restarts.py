@@ -59,7 +59,7 @@ def step(folder: Path, number: int) -> str:
     return f"open({str(folder / 'metrics.jsonl')!r}, 'a').write({row})\n"
 
 
-# Notes that it has answered: `launch.up` takes it for ready then, however late it reads that.
+# Records that it has answered. From then on `launch.up` counts it as ready, even if it reads the answer later.
 ASKED = SERVES.replace(".encode())", ".encode()); open('../asked', 'w')")
 # Dies once it serves, when the file `die` is there; the next start of it serves on.
 DIES_WHEN_TOLD = """

@@ -26,7 +26,7 @@ from kit.core.config import (
 )
 from kit.core.config.schema import Config, limit_faults
 from kit.core.errors import BadInput
-from kit.core.limits import MOST_COMPLETIONS, SERVED_RANKS
+from kit.core.limits import KERNEL_RANK, MOST_COMPLETIONS, SERVED_RANKS
 
 
 def world_size() -> int:
@@ -303,9 +303,6 @@ def _micro_batches(config: Config) -> list[str]:
     return found
 
 
-MOST_FUSED_RANK = 64  # of an adapter that kit/policy/swiglu_kernel.py multiplies with
-
-
 def _compute(config: Config) -> list[str]:
     policy, found = config.policy, []
     if policy.fused_mlp and policy.compute == "plain":
@@ -313,10 +310,10 @@ def _compute(config: Config) -> list[str]:
             "policy.fused_mlp is true with policy.compute plain: it is made of the products of fused and fp8. Set "
             "policy.compute to fused, or policy.fused_mlp to false."
         )
-    if policy.fused_mlp and policy.lora_rank > MOST_FUSED_RANK:
+    if policy.fused_mlp and policy.lora_rank > KERNEL_RANK:
         found.append(
             f"policy.fused_mlp is true with policy.lora_rank {policy.lora_rank}: its kernels hold adapters of rank "
-            f"{MOST_FUSED_RANK} and less. Set policy.fused_mlp to false."
+            f"{KERNEL_RANK} and less. Set policy.fused_mlp to false."
         )
     key, value, off = "policy.compute", str(policy.compute), "plain"
     if policy.quant_cfg is not None:
