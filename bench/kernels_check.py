@@ -1,18 +1,20 @@
-"""Norms, rotary embedding and SwiGLU by torch, liger and torch.compile, and the cost of recomputation, block by block.
+"""Norms, rotary embedding and SwiGLU by torch, liger, torch.compile and the kit, and the cost of recomputation.
 
     python bench/kernels_check.py                 # one GPU, about a minute
-    python bench/kernels_check.py --rehearse      # the path on a CPU: small, without liger, no bounds on time
+    python bench/kernels_check.py --rehearse      # on a CPU: small, without liger, the kit's kernels interpreted
 
 Four decoder layers of Qwen3-8B's shape with random NF4 weights and LoRA of rank 16 on all linear layers, as the recipe
 builds them (`policy.compute` fused or plain), bfloat16. Values: hidden states and the adapter's gradients against
 torch's with everything kept. On a GPU the attention backward adds in no fixed order, so equal means within a bound:
 `SAME` for recomputation, `HIDDEN` and `GRADIENT` for other kernels, as relative distances (L2). Seconds and peak
 memory are those of a forward and a backward pass through the layers, divided by their number; memory counts only what
-exceeds the prior allocations. Prints a table last; exits 1 when a bound is missed.
+exceeds the prior allocations. Before, the kernels of kit/policy/norm_kernel.py against their reference implementation,
+with milliseconds and GB/s on a GPU. Prints tables last; exits 1 when a bound is missed.
 """
 
 import argparse
 import copy
+import os
 import statistics
 import sys
 import time
@@ -21,31 +23,39 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+if "--rehearse" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 import torch
 
+from bench.linear_check import milliseconds
+from bench.linear_kernels import case, interpret, run_parts
 from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config
 from kit.policy.fused_linear import use_fused_linears
-from kit.policy.liger import _with_rotary, check_kernels, use_kernels
+from kit.policy.liger import check_kernels, use_kernels, with_rotary
 from kit.policy.recompute import use_recompute
 
 LAYERS, RANK = 4, 16
+PARTS = ("kernels", "layers")
 SHAPE = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
 SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
 BATCHES, SMALL_BATCHES = [(8, 1024), (8, 2048)], [(2, 64)]
 SAME, HIDDEN, GRADIENT = 0.005, 0.02, 0.05
+MOST_OTHER = 0.02  # share of values that round to another number than the reference's
 # compute, kernels, recompute; "offload" is "full" with the layers' inputs in host memory
 VARIANTS = [
-    *(("plain", kernels, "none") for kernels in ("torch", "compile", "liger")),
-    *(("fused", kernels, "none") for kernels in ("torch", "compile", "liger")),
+    *(("plain", kernels, "none") for kernels in ("torch", "compile", "liger", "fused")),
+    *(("fused", kernels, "none") for kernels in ("torch", "compile", "liger", "fused")),
     *(("fused", "torch", recompute) for recompute in ("selective", "full", "offload")),
-    *(("fused", "liger", recompute) for recompute in ("selective", "full")),
+    *(("fused", kernels, recompute) for kernels in ("liger", "fused") for recompute in ("selective", "full")),
 ]
+
+tables: list[str] = []
 
 
 def config(compute: str, kernels: str, recompute: str) -> Config:
-    policy = {"compute": compute, "kernels": "liger" if kernels == "liger" else "torch", "lora_rank": RANK}
+    policy = {"compute": compute, "kernels": "torch" if kernels == "compile" else kernels, "lora_rank": RANK}
     values = {"run": {"name": "x"}, "model": {"id": "Qwen/Qwen3-8B"}, "policy": policy}
     offloads = recompute == "offload"
     train = {"max_steps": 1, "recompute": "full" if offloads else recompute, "recompute_offload": offloads}
@@ -101,7 +111,7 @@ def use_compiled(model: Any) -> None:
         elif kind == "Qwen3MLP":
             module.forward = types.MethodType(mlp, module)
         elif kind == "Qwen3Attention":
-            module.forward = types.MethodType(_with_rotary(type(module).forward, rotary), module)
+            module.forward = types.MethodType(with_rotary(type(module).forward, rotary), module)
 
 
 def prepare(model: Any, compute: str, kernels: str, recompute: str) -> Any:
@@ -149,16 +159,70 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU: small, without liger and torch.compile")
-    parser.add_argument("--repeats", type=int, default=5, help="timed passes of each variant")
-    options = parser.parse_args()
-    device = "cpu" if options.rehearse else "cuda"
-    sizes, batches = (SMALL, SMALL_BATCHES) if options.rehearse else (SHAPE, BATCHES)
-    variants = [one for one in VARIANTS if not options.rehearse or one[1] == "torch"]
-    check_kernels(config("plain", "torch" if options.rehearse else "liger", "none"), "qwen3")
-    model, rows, missed = make(sizes, device), [], []
+def check_norm_kernels(sizes: dict[str, int], device: str) -> None:
+    """Compare every kernel of norm_kernel.py with its reference implementation, and time it on a GPU."""
+    from kit.policy import fused_norms, norm_kernel
+
+    cuda, rows = device == "cuda", ["kernel | shape | ms | GB/s"]
+    hidden, heads, others = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    dim, tokens = hidden // heads, 16384 if cuda else 24
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).bfloat16()
+
+    def compare(title: str, name: str, passes: int, x: torch.Tensor, *others: Any) -> None:
+        """Call both functions of a name with x, which may be written over, and the others."""
+        kernel, reference = getattr(norm_kernel, name), getattr(fused_norms, f"{name}_in_torch")
+
+        def call(function: Any, given: torch.Tensor) -> list[torch.Tensor]:
+            found = function(given, *others)
+            return [*found] if isinstance(found, tuple) else [found]
+
+        with case(f"{title}, {tuple(x.shape)}"):
+            for wanted, found in zip(call(reference, x), call(kernel, x.clone()), strict=True):
+                off = (found.float() - wanted.float()).abs()
+                assert torch.isfinite(found).all() and found.shape == wanted.shape
+                worst = (off - 2**-6 * wanted.float().abs()).max().item()  # two of the last bits of BF16
+                assert worst < 2e-2, f"off by {worst:.4f} more than two of the last bits"
+                assert (share := (off != 0).float().mean().item()) < MOST_OTHER, f"{share:.4f} of the values differ"
+        if cuda:
+            spent = milliseconds(lambda: call(kernel, x), device)
+            rows.append(f"{title} | {tuple(x.shape)} | {spent:.3f} | {passes * x.numel() * 2 / spent / 1e6:.0f}")
+
+    torch.manual_seed(0)
+    weight = random(hidden)
+    for count in (tokens, 3):
+        x, more, past, grad = (random(1, count, hidden) for _ in range(4))
+        compare("norm", "norm", 2, x, None, weight, 1e-6)
+        compare("sum and norm", "norm", 4, x, more, weight, 1e-6)
+        compare("norm, gradient", "norm_gradient", 3, grad, None, x, weight, 1e-6)
+        compare("norm, gradient and the other", "norm_gradient", 4, grad, past, x, weight, 1e-6)
+    gate, up = (random(tokens, sizes["intermediate_size"]) for _ in range(2))
+    compare("SwiGLU", "swiglu", 3, gate, up)
+    compare("SwiGLU, gradient", "swiglu_gradient", 5, gate, up, random(tokens, sizes["intermediate_size"]))
+    weight = random(dim)
+    for batch, positions, count in ((1, tokens, heads), (1, tokens, others), (2, 5, 3)):
+        x, grad = (random(batch, positions, count, dim).transpose(1, 2) for _ in range(2))
+        turns = 1e4 ** -torch.linspace(0, 1, dim // 2, device=device)
+        angle = torch.outer(torch.arange(positions, device=device), turns)
+        cos, sin = (torch.cat((one, one), -1)[None].bfloat16() for one in (angle.cos(), angle.sin()))
+        if batch > 1:
+            cos, sin = (torch.cat((one, one.flip(1))) for one in (cos, sin))
+        compare("rotary embedding", "rotate", 2, x, None, 0.0, cos, sin)
+        compare("of the heads' norm", "rotate", 2, x, weight, 1e-6, cos, sin)
+        compare("rotary embedding, gradient", "rotate_gradient", 2, grad, None, None, 0.0, cos, sin)
+        compare("of the heads' norm, gradient", "rotate_gradient", 3, grad, x, weight, 1e-6, cos, sin)
+    tables.extend(["\n".join(rows)] * cuda)
+
+
+def check_layers(sizes: dict[str, int], rehearse: bool, repeats: int) -> None:
+    """Values, time and memory of decoder layers by kernels, products and recomputation."""
+    device, batches = ("cpu", SMALL_BATCHES) if rehearse else ("cuda", BATCHES)
+    variants = [one for one in VARIANTS if not rehearse or one[1] in ("torch", "fused")]
+    check_kernels(config("plain", "torch" if rehearse else "liger", "none"), "qwen3")
+    model = make(sizes, device)
+    head = ("tokens", "compute", "kernels", "recompute", "hidden off", "gradient off", "ms a layer", "GiB a layer")
+    rows = ["| " + " | ".join(head) + " |\n|" + "---|" * len(head)]
     for batch in batches:
         torch.manual_seed(1)
         hidden = torch.randn(*batch, sizes["hidden_size"], device=device, dtype=torch.bfloat16).requires_grad_()
@@ -176,21 +240,31 @@ def main() -> None:
             far = distance(found, states)
             furthest = max(distance(gradients[name], others[name]) for name in others)
             bounds = (SAME, SAME) if same else (HIDDEN, GRADIENT)
-            if not (far <= bounds[0] and furthest <= bounds[1]):
-                missed.append(f"{compute} {kernels} {recompute}: {far:.4f}, {furthest:.4f}, bounds {bounds}")
+            with case(f"{batch[0]} x {batch[1]}, {compute}, {kernels}, {recompute}"):
+                assert far <= bounds[0] and furthest <= bounds[1], f"{far:.4f}, {furthest:.4f}, bounds {bounds}"
             if recompute == "none":
                 wanted[compute, kernels] = (found, gradients)
-            milliseconds, peak = measure(made, hidden, gradient, options.repeats)
+            milliseconds, peak = measure(made, hidden, gradient, repeats)
             shown = (f"{batch[0]} x {batch[1]}", compute, kernels, recompute, f"{far:.5f}", f"{furthest:.5f}")
-            rows.append((*shown, f"{milliseconds:.2f}", f"{peak:.3f}"))
-            print("POINT", *rows[-1], flush=True)
+            rows.append("| " + " | ".join((*shown, f"{milliseconds:.2f}", f"{peak:.3f}")) + " |")
             del made, found, gradients
-    head = ("tokens", "compute", "kernels", "recompute", "hidden off", "gradient off", "ms a layer", "GiB a layer")
-    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
-    print("\n".join(["missed: " + one for one in missed]) or "every bound held")
-    raise SystemExit(bool(missed))
+    tables.append("\n".join(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: small, without liger and torch.compile")
+    parser.add_argument("--repeats", type=int, default=5, help="timed passes of each variant")
+    options = parser.parse_args()
+    if options.rehearse:
+        interpret()
+    sizes = SMALL if options.rehearse else SHAPE
+    parts = {
+        "kernels": lambda: check_norm_kernels(sizes, "cpu" if options.rehearse else "cuda"),
+        "layers": lambda: check_layers(sizes, options.rehearse, options.repeats),
+    }
+    run_parts(parts, options.part, options.rehearse, tables)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ PARTS = ("kernels", "mlp")
 MOST_OTHER = 0.02  # share of values that round to another number, as last bits of sigmoid and of sums differ
 SUMS = 0.004  # relative error of the products with A and B in BF16
 MOST_APART = {"fused": 0.012, "fp8": 0.05}  # gradients of the one function against the modules'
-TILES = [(64, 32, 4), (64, 64, 4), (64, 64, 8), (128, 32, 8), (32, 64, 4)]
+# Rows, columns, warps and stages of a program, and the columns of its range.
+TILES = [(64, 64, 4, stages, 1024) for stages in (1, 2, 3, 4)] + [(64, 32, 4, stages, 1024) for stages in (3, 4)]
+TILES += [(32, 64, 4, 3, 1024), (128, 64, 8, 3, 1024), (64, 64, 4, 3, 512), (64, 64, 4, 3, 2048)]
 
 tables: list[str] = []
 
@@ -51,6 +53,13 @@ def inputs(tokens: int, width: int, ranks: tuple[int, int, int], device: str) ->
     rights.append(random(ranks[2], width).mul_(ranks[2] ** -0.5))
     given = zip(lefts, rights, ranks, strict=True)
     return tensors, [LowRank(left, right, 0.75) if rank else None for left, right, rank in given]
+
+
+def exact_sum(y: Any, low: Any) -> Any:
+    """y and an adapter's part, rounded once: cuBLAS may round the product before it adds y."""
+    if low is None:
+        return y.clone()
+    return (y.double() + low.scaling * (low.left.double() @ low.right.double())).to(y.dtype)
 
 
 def same(name: str, found: Any, expected: Any) -> None:
@@ -80,14 +89,17 @@ def check_kernels(device: str) -> None:
         a = None if lows[2] is None else lows[2].right
         with case(f"SwiGLU, {tokens} x {width}, ranks {rank}, adapters: {left}"):
             act, acta = swiglu_kernel.swiglu(gate, up, *lows[:2], a)
-            same("SwiGLU", act, fused_mlp.swiglu_in_torch(gate, up, *lows[:2], None)[0])
+            sums = [exact_sum(*pair) for pair in zip((gate, up), lows[:2], strict=True)]
+            same("SwiGLU", act, fused_mlp.swiglu_in_torch(*sums, None, None, None)[0])
+            del sums
             assert (acta is None) == (a is None)
             if a is not None:
                 assert (error := relative(acta, act.double() @ a.double().t())) < SUMS, f"A's product: {error:.5f}"
         with case(f"its gradient, {tokens} x {width}, ranks {rank}, adapters: {left}"):
-            ours, theirs = ([one.clone() for one in (gate, up, grad)] for _ in range(2))
+            ours = [one.clone() for one in (gate, up, grad)]
+            theirs = [exact_sum(*pair) for pair in zip((gate, up, grad), lows, strict=True)]
             parts = swiglu_kernel.swiglu_gradient(*ours, *lows)
-            fused_mlp.swiglu_gradient_in_torch(*theirs, *lows)
+            fused_mlp.swiglu_gradient_in_torch(*theirs, None, None, None)
             for name, one, other in zip(("gate", "up", "SwiGLU"), ours, theirs, strict=True):
                 same(name, one, other)
             for name, one, low, part in zip(("gate", "up"), ours, lows, parts, strict=False):
@@ -198,15 +210,16 @@ def kept_gib(mlp: Any, x: Any) -> float:
 
 
 def tile_table(tokens: int, width: int, device: str) -> str:
-    """Milliseconds and GB/s of both kernels by rows, columns and warps of a program."""
+    """Milliseconds and GB/s of both kernels by the sizes of a program."""
     from kit.policy import swiglu_kernel
 
     (gate, up, grad), lows = inputs(tokens, width, (RANK, RANK, RANK), device)
     moved = {"SwiGLU": 3, "gradient": 6}  # matrices read or written
-    rows = ["kernel | rows, columns, warps | ms | GB/s"]
+    rows = ["kernel | rows, columns, warps, stages, range | ms | GB/s"]
     for tile in TILES:
-        swiglu_kernel.ROWS, swiglu_kernel.COLUMNS, swiglu_kernel.WARPS = tile
-        swiglu_kernel.GRADIENT_COLUMNS = tile[1]
+        for name, value in zip(("ROWS", "COLUMNS", "WARPS", "STAGES", "RANGE"), tile, strict=True):
+            setattr(swiglu_kernel, name, value)
+        swiglu_kernel.GRADIENT_COLUMNS = dict.fromkeys(range(20), tile[1])
         for name in moved:
             with case(f"tile {tile}, {name}"):
                 if name == "SwiGLU":

@@ -167,7 +167,7 @@ def measure_speed(rollout: Any, sizes: tuple[int, ...] = SIZES) -> dict[int, flo
         prompts = [[random.randrange(3, 250) for _ in range(PROMPT)] for _ in range(size // GROUP)]
         started = time.perf_counter()
         samples = rollout._generate_groups([list(ids) for ids in prompts for _ in range(GROUP)], [])
-        found[size] = sum(len(ids) for ids, _ in samples) / (time.perf_counter() - started)
+        found[size] = sum(len(sample[0]) for sample in samples) / (time.perf_counter() - started)
     return found
 
 

@@ -21,7 +21,7 @@ GROUPS = (
     "optimizer",
     "other",
 )
-TOP = 25
+TOP, GAPS = 25, 6
 TRL_CHUNK = 32768  # vocabulary entries that TRL 1.16 projects at once
 # The first match decides.
 ATTENTION = r"flash|fmha|attention|attn|flex|sdpa|cudnn.*sdp"
@@ -54,9 +54,10 @@ def group_of(kernel: str, operator: str, sizes: Iterable[int], rank: int, head: 
 
 
 def profile_step(step: Callable[[], Any], config: Any, rank: int, cuda: bool) -> dict[str, Any]:
-    """Seconds by group and the TOP kernels of one step: {"seconds", "groups": {group: s}, "kernels": [...]}.
+    """Seconds by group and the TOP kernels of one step: {"seconds", "groups": {group: s}, "kernels": [...], "idle"}.
 
-    Without a GPU the operators' own CPU times replace the kernels'.
+    `idle` has the seconds between the first and the last kernel in which none ran, and the longest gaps. Without a GPU
+    the operators' own CPU times replace the kernels'.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -76,7 +77,27 @@ def profile_step(step: Callable[[], Any], config: Any, rank: int, cuda: bool) ->
         groups[group] += seconds
     top = sorted(times, key=times.get, reverse=True)[:TOP]
     kernels = [{"group": key[0], "kernel": key[1][:110], "seconds": times[key], "calls": calls[key]} for key in top]
-    return {"seconds": sum(times.values()), "groups": groups, "kernels": kernels}
+    return {"seconds": sum(times.values()), "groups": groups, "kernels": kernels, "idle": _idle(profiler)}
+
+
+def _idle(profiler: Any) -> dict[str, Any]:
+    """Seconds without a kernel, and the GAPS longest such times with the kernels around them."""
+    from torch.autograd import DeviceType
+
+    ran = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    )
+    gaps, (until, last) = [], (ran[0][1], ran[0][2]) if ran else (0.0, "")
+    for start, end, name in ran:
+        if start > until:
+            gaps.append((start - until, last[:60], name[:60]))
+        if end > until:
+            until, last = end, name
+    gaps.sort(reverse=True)
+    longest = [{"seconds": us / 1e6, "after": before, "before": after} for us, before, after in gaps[:GAPS]]
+    return {"seconds": sum(us for us, *_ in gaps) / 1e6, "gaps": len(gaps), "longest": longest}
 
 
 def _launches(profiler: Any, cuda: bool) -> Iterable[tuple[str, str, set[int], float]]:
@@ -115,7 +136,10 @@ def _flat(shape: Any) -> Iterable[int]:
 def show(name: str, found: dict[str, Any]) -> None:
     """Print both tables."""
     total = found["seconds"] or 1.0
-    print(f"\nprofile of {name}: {found['seconds']:.3f} s of kernels")
+    idle = found["idle"]
+    print(f"\nprofile of {name}: {found['seconds']:.3f} s of kernels, {idle['seconds']:.3f} s idle")
+    for gap in idle["longest"]:
+        print(f"{gap['seconds'] * 1e3:9.1f} ms idle after {gap['after']}, before {gap['before']}")
     for group, seconds in sorted(found["groups"].items(), key=lambda item: -item[1]):
         print(f"{group:<24} {seconds * 1e3:9.1f} ms {seconds / total:7.1%}")
     for one in found["kernels"]:

@@ -36,6 +36,7 @@ LEVERS: dict[str, dict[str, str]] = {
     "fused": {"policy.compute": "fused"},
     "fp8": {"policy.compute": "fp8"},
     "liger": {"policy.kernels": "liger"},
+    "kernels": {"policy.kernels": "fused"},
     "mlp": {"policy.fused_mlp": "true"},  # with fused or fp8
     "codes": {"train.keep_weights": "true"},  # with fp8
     "logits": {"train.keep_logits": "true"},

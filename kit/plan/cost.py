@@ -143,7 +143,7 @@ def _reached(card: Card) -> float:
 
 def _layer_traffic(shape: Shape, config: Config) -> float:
     """Bytes per token that a pass moves outside matmuls."""
-    share = value("liger_traffic") if config.policy.kernels == "liger" else 1.0
+    share = 1.0 if config.policy.kernels == "torch" else value("liger_traffic")
     return layer_bytes(shape, config, padded=False) * shape.layers * value("update_traffic") * share
 
 

@@ -185,12 +185,12 @@ def _linear_attention_part(shape: Shape, config: Config, linear: LinearAttention
 
 
 def _mlp_part(shape: Shape, config: Config, width: int, layers: int) -> Part:
-    narrow, liger = value_bytes(config), config.policy.kernels == "liger"
+    narrow, keeps_silu = value_bytes(config), config.policy.kernels == "torch"
     targets = set(shape.targeted(config.policy.target_modules))
-    # liger's SwiGLU recomputes silu(gate).
+    # Kernels other than torch's recompute silu(gate).
     kept: float = narrow * bool({"gate_proj", "up_proj"} & targets) * shape.hidden
     # One function keeps the products of gate and up, and recomputes down's input too.
-    kept += narrow * (2 if config.policy.fused_mlp else (2 if liger else 3) + ("down_proj" in targets)) * width
+    kept += narrow * (2 if config.policy.fused_mlp else (3 if keeps_silu else 2) + ("down_proj" in targets)) * width
     kept += _ranks(shape, config, {"gate_proj", "up_proj", "down_proj"}, layers)
     products = 0.0
     if config.train.recompute == "selective":
@@ -256,8 +256,8 @@ def _mlp_parts(shape: Shape, config: Config) -> list[Part]:
 
 
 def _normed_bytes(config: Config) -> int:
-    """Bytes per value of a norm's input: torch's keep it in float32, liger's as it is."""
-    return value_bytes(config) if config.policy.kernels == "liger" else 4
+    """Bytes per value of a norm's input: torch's keep it in float32, the other kernels as it is."""
+    return 4 if config.policy.kernels == "torch" else value_bytes(config)
 
 
 def layer_bytes(shape: Shape, config: Config, padded: bool) -> float:

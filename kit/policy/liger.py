@@ -31,14 +31,15 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "nor
 def check_kernels(config: Config, model_type: str, installed: bool = True) -> None:
     """`BadInput` if `policy.kernels` names kernels that do not support the model or, with `installed`, are not
     installed."""
-    if config.policy.kernels == "torch":
+    kernels = config.policy.kernels
+    if kernels == "torch":
         return
     if model_type not in MODELS:
         raise BadInput(
-            f"policy.kernels is liger and {config.model.source} is a {model_type}; {', '.join(MODELS)} are known. Use "
-            "policy.kernels torch."
+            f"policy.kernels is {kernels} and {config.model.source} is a {model_type}; {', '.join(MODELS)} are known. "
+            "Use policy.kernels torch."
         )
-    if installed and importlib.util.find_spec("liger_kernel") is None:
+    if kernels == "liger" and installed and importlib.util.find_spec("liger_kernel") is None:
         raise BadInput(
             f"policy.kernels is liger and liger-kernel is not installed. On a machine with a GPU: "
             f"{INSTALL}. Else use policy.kernels torch."
@@ -57,13 +58,17 @@ def check_gpu(config: Config) -> None:
 
 def use_kernels(model: "PreTrainedModel | PeftModel", config: Config) -> dict[str, int]:
     """Patch `model` (transformers', with or without an adapter) with the kernels of `policy.kernels`; return how many
-    norms, rotary embeddings and SwiGLUs changed.
+    norms, rotary embeddings and SwiGLUs changed. Those of `fused` are fused_norms.py's.
 
-    The rotary embedding kernel works in place. Without a norm between it and the projections (Llama, Qwen2), it would
-    overwrite what `train.recompute selective` keeps, so torch's is used there.
+    liger's rotary embedding kernel works in place. Without a norm between it and the projections (Llama, Qwen2), it
+    would overwrite what `train.recompute selective` keeps, so torch's is used there.
     """
     if config.policy.kernels == "torch":
         return {}
+    if config.policy.kernels == "fused":
+        from kit.policy.fused_norms import use_fused_kernels
+
+        return use_fused_kernels(model)
     from liger_kernel.transformers.rms_norm import LigerRMSNorm
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
     from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
@@ -81,12 +86,12 @@ def use_kernels(model: "PreTrainedModel | PeftModel", config: Config) -> dict[st
             module.forward = types.MethodType(LigerSwiGLUMLP.forward, module)
             changed["swiglu"] += 1
         elif kind.endswith("Attention") and (hasattr(module, "q_norm") or config.train.recompute != "selective"):
-            module.forward = types.MethodType(_with_rotary(type(module).forward, liger_rotary_pos_emb), module)
+            module.forward = types.MethodType(with_rotary(type(module).forward, liger_rotary_pos_emb), module)
             changed["rotary"] += 1
     return changed
 
 
-def _with_rotary(forward: types.FunctionType, rotary: Callable) -> types.FunctionType:
+def with_rotary(forward: types.FunctionType, rotary: Callable) -> types.FunctionType:
     """Copy an attention's forward with `rotary` in place of transformers' `apply_rotary_pos_emb`.
 
     `ValueError` if it does not call a function of that name, as after a change in transformers.

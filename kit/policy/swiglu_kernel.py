@@ -16,8 +16,10 @@ import triton.language as tl
 from kit.policy.fused_linear import LowRank
 from kit.weights import fp8_kernel
 
-ROWS, COLUMNS, GRADIENT_COLUMNS = 64, 64, 32  # of a tile; three tiles of the backward pass leave fewer registers
+ROWS, COLUMNS = 64, 64  # of a tile
+GRADIENT_COLUMNS = {9: 64}  # by the card's major capability: only Hopper holds so large a tile in registers, others 32
 RANGE, WARPS = 1024, 4  # columns and warps of a program
+STAGES = 3  # tiles in flight: the one that is computed and those that are loaded meanwhile
 LEAST_RANK = 16  # of `tl.dot`
 
 
@@ -65,7 +67,7 @@ def _swiglu(
     up_left_stride, up_right_stride, up_step, up_rank, up_scaling, down_stride, down_step, down_rank,
     HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr,
     GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DOWN_RANK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANGE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANGE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first_row, row, is_row = _rows_of_program(rows, ROWS)
     gate += first_row * gate_stride
@@ -78,7 +80,8 @@ def _swiglu(
         up_rows = _left(up_left, up_left_stride, first_row, is_row, up_rank, ROWS, UP_RANK)
     if HAS_DOWN:
         total = tl.zeros((ROWS, DOWN_RANK), tl.float32)
-    for start in range(tl.program_id(1) * RANGE, tl.minimum(tl.program_id(1) * RANGE + RANGE, columns), COLUMNS):
+    first = tl.program_id(1) * RANGE
+    for start in tl.range(first, tl.minimum(first + RANGE, columns), COLUMNS, num_stages=STAGES):
         column = start + tl.arange(0, COLUMNS)
         is_inside = is_row & (column[None, :] < columns)
         g = tl.load(gate + row[:, None] * gate_stride + column[None, :], mask=is_inside, other=0.0).to(tl.float32)
@@ -107,7 +110,7 @@ def _swiglu_gradient(
     down_left_stride, down_right_stride, down_step, down_rank, down_scaling,
     HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr,
     GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, DOWN_RANK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANGE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANGE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first_row, row, is_row = _rows_of_program(rows, ROWS)
     gate += first_row * gate_stride
@@ -122,7 +125,8 @@ def _swiglu_gradient(
         up_total = tl.zeros((ROWS, UP_RANK), tl.float32)
     if HAS_DOWN:
         down_rows = _left(down_left, down_left_stride, first_row, is_row, down_rank, ROWS, DOWN_RANK)
-    for start in range(tl.program_id(1) * RANGE, tl.minimum(tl.program_id(1) * RANGE + RANGE, columns), COLUMNS):
+    first = tl.program_id(1) * RANGE
+    for start in tl.range(first, tl.minimum(first + RANGE, columns), COLUMNS, num_stages=STAGES):
         column = start + tl.arange(0, COLUMNS)
         is_inside = is_row & (column[None, :] < columns)
         gate_at = gate + row[:, None] * gate_stride + column[None, :]
@@ -156,6 +160,11 @@ def _swiglu_gradient(
         _store_sum(gate_sums + part * gate_rank, gate_total, is_row, gate_rank, ROWS, GATE_RANK)
     if HAS_UP:
         _store_sum(up_sums + part * up_rank, up_total, is_row, up_rank, ROWS, UP_RANK)
+
+
+def gradient_columns(capability: int) -> int:
+    """Columns of a tile of the backward pass."""
+    return GRADIENT_COLUMNS.get(capability, 32)
 
 
 def _padded(rank: int) -> int:
@@ -196,7 +205,7 @@ def swiglu(
             *((0, 0) if a is None else a.stride()), rank,
             HAS_GATE=gate_low is not None, HAS_UP=up_low is not None, HAS_DOWN=a is not None, GATE_RANK=gate_rank,
             UP_RANK=up_rank, DOWN_RANK=_padded(rank), ROWS=ROWS, COLUMNS=COLUMNS,
-            RANGE=RANGE, num_warps=WARPS, enable_fp_fusion=False,
+            RANGE=RANGE, STAGES=STAGES, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return act, _total(sums, act.dtype)
 
@@ -206,6 +215,7 @@ def swiglu_gradient(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """GPU version of `fused_mlp.swiglu_gradient_in_torch`; column strides of 1."""
     (rows, columns), (gate_low, up_low, down_low) = gate.shape, lows
+    tile = gradient_columns(torch.cuda.get_device_capability(gate.device)[0] if gate.is_cuda else 0)
     ranges = triton.cdiv(columns, RANGE)
     gate_sums, up_sums = _sums(gate_low, gate, ranges), _sums(up_low, gate, ranges)
     (gate_tensors, gate_numbers, gate_rank) = _of(gate_low, gate)
@@ -218,6 +228,7 @@ def swiglu_gradient(
             *gate_numbers, *up_numbers, *down_numbers,
             HAS_GATE=gate_low is not None, HAS_UP=up_low is not None, HAS_DOWN=down_low is not None,
             GATE_RANK=gate_rank, UP_RANK=up_rank, DOWN_RANK=down_rank,
-            ROWS=ROWS, COLUMNS=GRADIENT_COLUMNS, RANGE=RANGE, num_warps=WARPS, enable_fp_fusion=False,
+            ROWS=ROWS, COLUMNS=tile, RANGE=RANGE, STAGES=STAGES, num_warps=WARPS,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return _total(gate_sums, gate.dtype), _total(up_sums, gate.dtype)

@@ -14,7 +14,8 @@ import triton.language as tl
 
 BLOCK_SIZE, NESTED_BLOCK = 64, 256  # of NF4, and of double quantization's second level
 MOST_PARTS = 3  # matrices whose rows are quantized together
-TILE = 4096  # columns that a program holds in registers
+TILE = 4096  # columns that a program reads at once
+MOST_HELD = 4096  # columns of a row that a program holds in registers between its peak and its codes
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -23,13 +24,11 @@ def _to_e4m3(value, scale, inverse):
     """value / scale rounded to float32 and then to FP8, as PyTorch rounds it.
 
     `inverse` is 1 / scale, correctly rounded: a quotient corrected once by its remainder is then correctly rounded
-    itself (Markstein's theorem), and a row needs one division instead of one per value. No `clamp`: it would turn NaN
-    into a number.
+    itself (Markstein's theorem), and a row needs one division instead of one per value. A scale is at least the
+    largest value / 448, rounded, so a quotient is above 448 by its rounding at most, and the conversion gives 448.
     """
     quotient = value * inverse
     quotient = tl.fma(tl.fma(-quotient, scale, value), inverse, quotient)
-    quotient = tl.where(quotient > 448.0, 448.0, quotient)
-    quotient = tl.where(quotient < -448.0, -448.0, quotient)
     return quotient.to(tl.float8e4nv)
 
 
@@ -141,12 +140,22 @@ def _codes(out, x, by_column, columns, by_row, inverse, IS_SCALED: tl.constexpr,
 @triton.jit
 def _quantize_rows(
     out, scale, x0, x1, x2, by0, by1, by2, columns0, columns1, columns2, stride0, stride1, stride2, floor,
-    PARTS: tl.constexpr, IS_SCALED: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr, IS_SCALED: tl.constexpr, IS_HELD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # Read each row twice: first for its peak, then, from a cache, for its codes. Held in registers, a row of 12,288
-    # leaves no room for a second program to load while the first one stores.
     row = tl.program_id(0).to(tl.int64)
     x0 += row * stride0
+    if IS_HELD:
+        column = tl.arange(0, TILE)
+        value = tl.load(x0 + column, mask=column < columns0, other=0.0).to(tl.float32)
+        if IS_SCALED:
+            value = value * tl.load(by0 + column, mask=column < columns0, other=0.0)
+        by_row = tl.maximum(tl.div_rn(tl.max(tl.abs(value), 0), 448.0), floor)
+        tl.store(scale + row, by_row)
+        codes = _to_e4m3(value, by_row, tl.div_rn(1.0, by_row))
+        tl.store(out + row * columns0 + column, codes, mask=column < columns0)
+        return
+    # Read each row twice: first for its peak, then, from a cache, for its codes. Held in registers, a row of 12,288
+    # leaves no room for a second program to load while the first one stores.
     x1 += row * stride1
     x2 += row * stride2
     peak = _peak(tl.zeros((TILE,), tl.float32), x0, by0, columns0, IS_SCALED, TILE)
@@ -182,7 +191,8 @@ def quantize_rows(
         _quantize_rows[(rows,)](
             out, scale, *parts, *parts[:1] * absent, *factors, *factors[:1] * absent, *widths, *[0] * absent,
             *(x.stride(0) for x in parts), *[0] * absent, floor,
-            PARTS=len(parts), IS_SCALED=by_column is not None, TILE=tile,
+            PARTS=len(parts), IS_SCALED=by_column is not None,
+            IS_HELD=len(parts) == 1 and widths[0] <= MOST_HELD, TILE=tile,
             num_warps=min(8, max(1, tile // 512)), enable_fp_fusion=False,
         )  # fmt: skip
     return out, scale

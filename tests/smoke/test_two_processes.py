@@ -202,7 +202,8 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
     add("packed", untied, PACKED, ON_A_CPU)
     fp8 = {**PACKED, "policy.compute": "fp8", "train.share_prompts": "true"}
     quantized = {**keys, "policy.quant_cfg": "w4a16"}
-    fused = {**PACKED, "policy.compute": "fused", "policy.fused_mlp": "true", "train.keep_logits": "true"}
+    fused = {**PACKED, "policy.compute": "fused", "policy.kernels": "fused", "policy.fused_mlp": "true"}
+    fused["train.keep_logits"] = "true"
     add("fp8", untied, {**fp8, "train.keep_weights": "true"}, ON_A_CPU)
     add("fused", untied, fused, ON_A_CPU)
     add("quantized", untied, quantized, ON_A_CPU, QUANTIZED)

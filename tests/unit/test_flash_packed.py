@@ -136,6 +136,20 @@ def test_output_and_gradients_are_those_of_the_dense_mask(calls, sequences, stri
     assert calls == [sum(sequences.lengths), sum(sequences.behind)][: 1 + bool(sequences.prompts)]
 
 
+def test_gradients_reach_the_projections_in_their_layout(calls):
+    """As views of what the kernels return: rotary embedding and projections need no copy."""
+    sequences = ROW["two groups, then rows of their own"]
+    length, seen = sum(sequences.lengths), {}
+    projected = [torch.randn(1, length, heads, DIM).requires_grad_() for heads in (HEADS, GROUPS, GROUPS)]
+    rows = [(one * 1).transpose(1, 2) for one in projected]  # (B, H, T, D), as the model hands them over
+    for name, one in zip("qkv", rows, strict=True):
+        one.register_hook(lambda grad, name=name: seen.update({name: grad}))
+    output, _ = packed_attention.attention_forward(None, *rows, FlashMask(*sequences, "cpu"), scaling=SCALE)
+    output.sum().backward()
+    for name, one in zip("qkv", rows, strict=True):
+        assert seen[name].shape == one.shape and seen[name].transpose(1, 2).is_contiguous(), name
+
+
 def test_lengths_say_what_the_dense_mask_shows():
     mask = dense_mask(segments_of(Sequences([2, 1, 2, 3], [2], [3]), "cpu"))[0, 0].int().tolist()
     assert mask == [

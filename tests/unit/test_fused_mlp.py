@@ -234,9 +234,11 @@ def test_the_kernels_compile_for_gpus_and_hold_their_tiles_in_registers(capabili
 
     from kit.policy import swiglu_kernel as kernels
 
-    for kernel, columns in ((kernels._swiglu, kernels.COLUMNS), (kernels._swiglu_gradient, kernels.GRADIENT_COLUMNS)):
-        names, values = [one.name for one in kernel.params], {"ROWS": kernels.ROWS, "RANGE": kernels.RANGE}
-        values |= {"COLUMNS": columns, "GATE_RANK": 16, "UP_RANK": 16, "DOWN_RANK": 16}
+    for kernel in (kernels._swiglu, kernels._swiglu_gradient):
+        names, values = [one.name for one in kernel.params], {"GATE_RANK": 16, "UP_RANK": 16, "DOWN_RANK": 16}
+        values |= {name: getattr(kernels, name) for name in ("ROWS", "COLUMNS", "RANGE", "STAGES")}
+        if kernel is kernels._swiglu_gradient:
+            values["COLUMNS"] = kernels.gradient_columns(capability // 10)
         values |= {name: True for name in names if name.startswith("HAS_")}
         values |= {name: 1 for name in ("gate_right_stride", "up_right_stride", "down_step")}  # as Triton does for 1s
         signature = {name: "constexpr" if name in values else kind_of(name) for name in names}

@@ -12,6 +12,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kit.policy import fused_norms
 from kit.policy.fused_linear import FusedLora
 from kit.policy.recompute_offload import HostInputs
 from kit.train import step as step_part
@@ -31,12 +32,17 @@ def test_the_products_with_the_base(build, compute, fused, fp8):  # noqa: F811
     assert len(found) == fused and sum(module.product.is_fp8 for module in found) == fp8
 
 
-@pytest.mark.parametrize("kernels", ["torch", "liger"])
+@pytest.mark.parametrize("kernels", ["torch", "liger", "fused"])
 def test_norms_rotary_embedding_and_swiglu(build, liger, monkeypatch, kernels):  # noqa: F811
     monkeypatch.setattr("kit.policy.liger.check_gpu", lambda config: None)
+    called = []
+    for name in ("norm", "rotate"):
+        function = getattr(fused_norms, name)
+        monkeypatch.setattr(fused_norms, name, lambda *a, f=function, n=name: called.append(n) or f(*a))
     set_loss(trainer := build({"policy.kernels": kernels}))
     update(trainer)
     assert set(liger) == ({"norm", "rotary", "swiglu"} if kernels == "liger" else set())
+    assert set(called) == ({"norm", "rotate"} if kernels == "fused" else set())
 
 
 def context_of(layer: Any) -> str | None:

@@ -18,6 +18,7 @@ from kit.plan.gpus import CARDS
 from kit.plan.memory import backward_bytes, layer_bytes, update_parts
 from kit.policy.fused_linear import use_fused_linears
 from kit.policy.fused_mlp import use_fused_mlps
+from kit.policy.liger import use_kernels
 from kit.policy.recompute import use_recompute
 
 SEQUENCES, TOKENS = 2, 256
@@ -80,6 +81,7 @@ def nf4_policy(shape: Shape, config: Any) -> torch.nn.Module:
             torch.nn.init.normal_(parameter, std=0.1)
     if policy.compute != "plain":
         use_fused_linears(model, policy.compute)
+    use_kernels(model, config)
     use_fused_mlps(model, config)
     use_recompute(model, config)
     if config.train.recompute != "none":
@@ -164,6 +166,14 @@ def test_an_mlp_of_one_function_keeps_what_the_plan_says(targets, is_one):
     keeping = config(targets, "none", compute="fused", fused_mlp=is_one)
     small, large = (follow(shape(n), keeping, False, backward=False)[0] for n in (2, 4))
     assert (large - small) / 2 == pytest.approx(layer_bytes(shape(2), keeping, False), rel=0.05)
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": False}], ids=str)
+def test_norms_with_their_sums_keep_what_the_plan_says(changes, is_one):
+    keeping = config("all-linear", "none", compute="fused", kernels="fused", fused_mlp=is_one)
+    small, large = (follow(shape(n, **changes), keeping, False, backward=False)[0] for n in (2, 4))
+    assert (large - small) / 2 == pytest.approx(layer_bytes(shape(2, **changes), keeping, False), rel=0.05)
 
 
 @pytest.mark.parametrize(("changes", "targets"), [({}, "all-linear"), ({"intermediate": 512}, "all-linear")], ids=str)

@@ -29,8 +29,10 @@ def faults(config: Config, sharded: str | None) -> list[str]:
             f"policy.quantization is fp8 {key}: the codes of the server's copy were compared in BF16 only. Set it to "
             "nf4 or none."
         )
-    if policy.kernels == "liger":
-        found.append(f"policy.kernels is liger {key}: its kernels were not compared in float16. Set it to torch.")
+    if policy.kernels != "torch":
+        found.append(
+            f"policy.kernels is {policy.kernels} {key}: its kernels were not compared in float16. Set it to torch."
+        )
     if policy.fused_mlp:
         found.append(f"policy.fused_mlp is true {key}: its kernels were not compared in float16. Set it to false.")
     if sharded:

@@ -137,7 +137,9 @@ class PolicyConfig:
         "matmuls with the frozen base: plain is peft's path; fused computes base and adapter in one autograd "
         "function; fp8 is fused with the base's matmuls in FP8, quantized as on the server",
     )
-    kernels: Literal["torch", "liger"] = _option("torch", "norms, rotary embedding and SwiGLU; liger needs a GPU")
+    kernels: Literal["torch", "liger", "fused"] = _option(
+        "torch", "norms, residual sums, rotary embedding and SwiGLU; liger needs a GPU and its package"
+    )
     fused_mlp: bool = _option(
         False, "a SwiGLU MLP and its adapters as one autograd function; needs policy.compute fused or fp8"
     )

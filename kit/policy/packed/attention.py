@@ -200,7 +200,8 @@ def _packed(
                 f"train.packed_attention is {attention_mask.kernels[0]}, and the model's attention is in {dtype}. "
                 "Set it to flex."
             )
-        rows = [one[0].transpose(0, 1) for one in parts]
+        # Not one[0]: its gradient is copied into zeros of the other layout, which rotary embedding copies back.
+        rows = [one.squeeze(0).transpose(0, 1) for one in parts]
         return flash_attention(rows[0], rows[1], rows[2], attention_mask, scaling)[None]
     for one in parts:
         # Otherwise torch unifies sizes that happen to be equal, such as the numbers of heads and of blocks.
