@@ -73,6 +73,7 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     # model does not: .996, tests/evidence/fp8_gradient.py.
     "fp8": (1e-2, 0.1, 0.75),
     "liger": ROUNDING,
+    "kernels": ROUNDING,
     "mlp": ROUNDING,
     "codes": (1e-3, 0.01, 0.999),
     "logits": (1e-3, 0.01, 0.999),

@@ -33,7 +33,8 @@ from bench.linear_kernels import case, interpret, run_parts
 from kit.core.config.load import config_from_dict
 from kit.core.config.schema import Config
 from kit.policy.fused_linear import use_fused_linears
-from kit.policy.liger import check_kernels, use_kernels, with_rotary
+from kit.policy.layer_kernels import check_kernels, use_kernels
+from kit.policy.liger import with_rotary
 from kit.policy.recompute import use_recompute
 
 LAYERS, RANK = 4, 16

@@ -275,7 +275,7 @@ def put_on_levers(model: Any, config: Any) -> None:
     from kit.core.format_names import read_quant_format
     from kit.policy.fused_linear import use_fused_linears
     from kit.policy.fused_mlp import use_fused_mlps
-    from kit.policy.liger import use_kernels
+    from kit.policy.layer_kernels import use_kernels
     from kit.policy.packed.attention import use_packed_attention
     from kit.policy.quantized_linear import quantized_layers, use_quantized_linears
     from kit.policy.recompute import use_recompute

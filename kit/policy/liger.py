@@ -10,65 +10,26 @@ use. Both are safe for a recomputed layer (`train.recompute`), because what is o
 one run.
 """
 
-import importlib.util
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kit.core.config.schema import Config
-from kit.core.errors import BadInput
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-INSTALL = "pip install liger-kernel==0.8.5"
-# Models with Llama's RMSNorm casting (product with the weight in 16 bits), rotary embedding of whole heads and SwiGLU.
-MODELS = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
 
 
-def check_kernels(config: Config, model_type: str, installed: bool = True) -> None:
-    """`BadInput` if `policy.kernels` names kernels that do not support the model or, with `installed`, are not
-    installed."""
-    kernels = config.policy.kernels
-    if kernels == "torch":
-        return
-    if model_type not in MODELS:
-        raise BadInput(
-            f"policy.kernels is {kernels} and {config.model.source} is a {model_type}; {', '.join(MODELS)} are known. "
-            "Use policy.kernels torch."
-        )
-    if kernels == "liger" and installed and importlib.util.find_spec("liger_kernel") is None:
-        raise BadInput(
-            f"policy.kernels is liger and liger-kernel is not installed. On a machine with a GPU: "
-            f"{INSTALL}. Else use policy.kernels torch."
-        )
+def use_liger_kernels(model: "PreTrainedModel | PeftModel", config: Config) -> dict[str, int]:
+    """Patch `model` (transformers', with or without an adapter); return how many norms, rotary embeddings and SwiGLUs
+    changed.
 
-
-def check_gpu(config: Config) -> None:
-    """`BadInput` if `policy.kernels` needs a GPU and there is none; not called in a dry run."""
-    import torch
-
-    if config.policy.kernels == "liger" and not torch.cuda.is_available():
-        raise BadInput(
-            "policy.kernels is liger and there is no GPU: its kernels are Triton's. Use policy.kernels torch."
-        )
-
-
-def use_kernels(model: "PreTrainedModel | PeftModel", config: Config) -> dict[str, int]:
-    """Patch `model` (transformers', with or without an adapter) with the kernels of `policy.kernels`; return how many
-    norms, rotary embeddings and SwiGLUs changed. Those of `fused` are fused_norms.py's.
-
-    liger's rotary embedding kernel works in place. Without a norm between it and the projections (Llama, Qwen2), it
-    would overwrite what `train.recompute selective` keeps, so torch's is used there.
+    The rotary embedding kernel works in place. Without a norm between it and the projections (Llama, Qwen2), it would
+    overwrite what `train.recompute selective` keeps, so torch's is used there.
     """
-    if config.policy.kernels == "torch":
-        return {}
-    if config.policy.kernels == "fused":
-        from kit.policy.fused_norms import use_fused_kernels
-
-        return use_fused_kernels(model)
     from liger_kernel.transformers.rms_norm import LigerRMSNorm
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
     from liger_kernel.transformers.swiglu import LigerSwiGLUMLP

@@ -95,7 +95,7 @@ def check_model(config: Config, dry_run: bool = False) -> Any:
 
     from kit.policy.fused_mlp import check_fused_mlp
     from kit.policy.host_embedding import check_embeddings
-    from kit.policy.liger import check_kernels
+    from kit.policy.layer_kernels import check_kernels
     from kit.policy.load import check_base, check_init_adapter, check_init_layers, describe_start
     from kit.policy.packed.packing import check_packing
 
@@ -380,7 +380,7 @@ def started(config: Config, run: RunDir, processes: int) -> Iterator[None]:
     from accelerate import PartialState
 
     from kit.policy.gpu_memory import limit_gpu_memory, use_expandable_segments
-    from kit.policy.liger import check_gpu
+    from kit.policy.layer_kernels import check_gpu
     from kit.rollout.server_watch import unwatch
 
     state = PartialState()

@@ -43,7 +43,7 @@ from kit.policy.adapter_dropout import turned_off
 from kit.policy.decoding import decode
 from kit.policy.fused_linear import use_fused_linears
 from kit.policy.fused_mlp import use_fused_mlps
-from kit.policy.liger import use_kernels
+from kit.policy.layer_kernels import use_kernels
 from kit.policy.load import load_adapter_weights, publish_adapter, set_adapter_dtype
 from kit.policy.packed.attention import use_packed_attention
 from kit.policy.quantized_linear import (

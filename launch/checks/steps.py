@@ -382,7 +382,7 @@ def recipe_checks(config: str, processes: int, directory: str) -> dict:
 
 def _check_model(config: "Config", processes: int) -> str:
     """Run the recipe's checks between reading the configuration and loading the base; return the model type."""
-    from kit.policy import gpu_memory, liger
+    from kit.policy import gpu_memory, layer_kernels
     from kit.policy.load import load_tokenizer
     from kit.train import setup
     from kit.train.trainer import check_card
@@ -393,7 +393,7 @@ def _check_model(config: "Config", processes: int) -> str:
         load_tokenizer(config)
     setup.trained_format(config, model_config)
     check_card(config)
-    liger.check_gpu(config)
+    layer_kernels.check_gpu(config)
     gpu_memory.limit_gpu_memory(config)
     return model_config.model_type
 

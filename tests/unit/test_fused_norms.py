@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from kit.policy import fused_norms
-from kit.policy.liger import MODELS, check_gpu, check_kernels, use_kernels
+from kit.policy.layer_kernels import MODELS, check_gpu, check_kernels, use_kernels
 from kit.policy.recompute import use_recompute
 from tests.conftest import rehearse
 from tests.unit.test_fused_linear import relative
@@ -196,7 +196,7 @@ def test_a_second_backward_pass_through_one_swiglu_is_refused():
 def test_no_gpu_and_no_package_is_needed_and_other_models_are_refused(monkeypatch):
     from kit.core.errors import BadInput
 
-    monkeypatch.setattr("kit.policy.liger.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("kit.policy.layer_kernels.importlib.util.find_spec", lambda name: None)
     for kind in MODELS:
         check_kernels(config("fused"), kind)
     check_gpu(config("fused"))
@@ -224,9 +224,8 @@ def test_the_kernels_compile_for_gpus_and_hold_a_row_in_registers(capability, tm
     normed, rotated = (kernels._norm, kernels._norm_gradient), (kernels._rotate, kernels._rotate_gradient)
     for kernel in (*normed, *rotated, kernels._swiglu, kernels._swiglu_gradient):
         names = [one.name for one in kernel.params]
-        values = {"COLUMNS": 8192, "POSITIONS": 1, "HEADS": kernels.HEAD_ROWS, "HALF": 64, "TILE": kernels.TILE} | {
-            n: True for n in names if n.startswith("HAS_")
-        }
+        values = {"COLUMNS": 8192, "POSITIONS": 1, "HEADS": kernels.HEAD_ROWS, "HALF": 64, "TILE": kernels.TILE}
+        values |= {name: True for name in names if name.startswith("HAS_")}
         signature = {name: "constexpr" if name in values else kind_of(name) for name in names}
         constants = {(names.index(name),): value for name, value in values.items() if name in names}
         source = ASTSource(kernel, signature, constants)

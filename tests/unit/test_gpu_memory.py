@@ -74,7 +74,7 @@ def test_a_card_that_trainer_and_replica_do_not_fit_is_refused(monkeypatch):
 
 def test_segments_are_asked_for_before_a_run_allocates_anything(monkeypatch, tmp_path):
     calls = []
-    for name in ("gpu_memory.use_expandable_segments", "liger.check_gpu", "gpu_memory.limit_gpu_memory"):
+    for name in ("gpu_memory.use_expandable_segments", "layer_kernels.check_gpu", "gpu_memory.limit_gpu_memory"):
         monkeypatch.setattr(f"kit.policy.{name}", lambda *given, name=name: calls.append(name))
     with started(configuration(), RunDir(tmp_path), 1):
         assert calls[0] == "gpu_memory.use_expandable_segments" and len(calls) == 3

@@ -34,7 +34,7 @@ def test_the_products_with_the_base(build, compute, fused, fp8):  # noqa: F811
 
 @pytest.mark.parametrize("kernels", ["torch", "liger", "fused"])
 def test_norms_rotary_embedding_and_swiglu(build, liger, monkeypatch, kernels):  # noqa: F811
-    monkeypatch.setattr("kit.policy.liger.check_gpu", lambda config: None)
+    monkeypatch.setattr("kit.policy.layer_kernels.check_gpu", lambda config: None)
     called = []
     for name in ("norm", "rotate"):
         function = getattr(fused_norms, name)

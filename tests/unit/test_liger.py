@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from kit.core.config.load import config_from_dict
 from kit.core.config.recompute_rules import ENDS_WITH_RESIDUAL
 from kit.core.errors import BadInput
-from kit.policy.liger import MODELS, check_gpu, check_kernels, use_kernels
+from kit.policy.layer_kernels import MODELS, check_gpu, check_kernels, use_kernels
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 50}
@@ -116,7 +116,7 @@ def test_an_unknown_model_is_refused_with_the_known_ones(liger):
 
 
 def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setattr("kit.policy.liger.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("kit.policy.layer_kernels.importlib.util.find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"pip install liger-kernel==0\.8\.5"):
         check_kernels(config(), "qwen3")
 
@@ -129,7 +129,7 @@ def test_without_a_gpu_a_run_is_refused(monkeypatch):
 
 
 def test_the_command_is_that_of_the_pinned_version():
-    from kit.policy.liger import INSTALL
+    from kit.policy.layer_kernels import INSTALL
     from tests.conftest import ROOT
 
     assert INSTALL.split()[-1] in (ROOT / "requirements-cuda.txt").read_text().split()

@@ -18,7 +18,7 @@ from kit.plan.gpus import CARDS
 from kit.plan.memory import backward_bytes, layer_bytes, update_parts
 from kit.policy.fused_linear import use_fused_linears
 from kit.policy.fused_mlp import use_fused_mlps
-from kit.policy.liger import use_kernels
+from kit.policy.layer_kernels import use_kernels
 from kit.policy.recompute import use_recompute
 
 SEQUENCES, TOKENS = 2, 256

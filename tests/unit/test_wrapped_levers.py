@@ -16,7 +16,7 @@ from kit.core.errors import BadInput
 from kit.policy.fused_linear import use_fused_linears
 from kit.policy.host_embedding import check_embeddings
 from kit.policy.kept_weights import keeping_weights
-from kit.policy.liger import check_kernels
+from kit.policy.layer_kernels import check_kernels
 from kit.policy.load import load_policy_base, lora_config
 from kit.policy.packed.packing import check_packing
 from kit.policy.recompute import use_recompute
