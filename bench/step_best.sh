@@ -25,7 +25,7 @@ ROUND=${ROUND:-1} END_S=${END_S:-3000} REHEARSE=${REHEARSE:-} PYTHON=${PYTHON:-p
 W=${WORK:-/tmp/step_best} OUT=${OUT:-$W/out}
 mkdir -p "$W" "$OUT"
 GIB=${GIB:-$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null | awk '{print int($1 / 1024)}')}
-V=${V:-fp8+liger+shared+none+adamw_fused+cudnn}
+V=${V:-fp8+kernels+mlp+logits+shared+none+adamw_fused+cudnn}
 if [ "${GIB:-141}" -lt 100 ]; then
     V=$V+train.micro_batch_tokens=8704 VB=${V/none/auto}
     BEST_A=stock+both+none+micro=2 BEST_B=stock+both+none+micro=1 BEST_C=stock+both+micro=2+share=.64 BEST_D=stock+both
@@ -83,7 +83,7 @@ part() { # part CARDS NAME
         over_D) ours "$1" "$2" D $KV_D "$V+overlap" ;;
         update)
             CUDA_VISIBLE_DEVICES=${1%%,*} $PYTHON bench/bench_update.py \
-                --cases plain fp8+liger+shared+none+adamw_fused+cudnn ${UNSLOTH_PATH:+unsloth} \
+                --cases plain fp8+kernels+mlp+logits+shared+none+adamw_fused+cudnn ${UNSLOTH_PATH:+unsloth} \
                 --targets ${TARGETS:-qkvo all} --batches 8x2048 ${UNSLOTH_PATH:+--unsloth_path "$UNSLOTH_PATH"} --limit_s 180 \
                 --out "$OUT/update_one-$ROUND.json" >"$W/update-$ROUND.log" 2>&1
             tail -12 "$W/update-$ROUND.log" | cut -c1-200
