@@ -201,6 +201,11 @@ def packed_logps(
         mine = packed.tokens, packed.positions, packed.labels  # (1, T / parts) each
         if group is not None:
             mine = tuple(map(group.part, mine))
+        # Map indices into the flattened (B, W) to indices into its flattened last C columns. Before the forward: a copy
+        # to the device waits for what runs there, and the backward pass would be launched late.
+        line, column = np.divmod(packed.label_index, input_ids.size(1))
+        target = torch.from_numpy(line * logits_to_keep + column - (input_ids.size(1) - logits_to_keep))
+        target = target.to(input_ids.device)
         if routing is not None:
             routing = routing.of_tokens(packed.source, packed.real)
         with routed(routing):
@@ -211,11 +216,6 @@ def packed_logps(
                 shift_labels=mine[2],
                 fused_lm_head=True,
             )
-    # Map indices into the flattened (B, W) to indices into its flattened last C columns.
-    line, column = np.divmod(packed.label_index, input_ids.size(1))
-    target = torch.from_numpy(line * logits_to_keep + column - (input_ids.size(1) - logits_to_keep))
-    target = target.to(input_ids.device)
-
     def unpacked(values: torch.Tensor) -> torch.Tensor:
         if group is not None:
             values = gathered(values, group)
