@@ -34,11 +34,14 @@ HEAD_NORMS = ("q_norm", "k_norm")
 
 def use_fused_kernels(model: "PreTrainedModel | PeftModel") -> dict[str, int]:
     """Patch the layers of `model`, one of layer_kernels.py's `MODELS`; return how many norms, residual sums with their
-    norm, rotary embeddings and SwiGLUs changed. Only this model's modules change."""
+    norm, rotary embeddings and SwiGLUs changed. Only this model's modules change. `ValueError` if a norm's weight is to
+    be trained, which gets no gradient here."""
     changed = {"norms": 0, "sums": 0, "rotary": 0, "swiglu": 0}
     for name, module in list(model.named_modules()):
         leaf, kind = name.rpartition(".")[2], type(module).__name__
         if leaf in NORMS and kind.endswith("RMSNorm"):
+            if module.weight.requires_grad:
+                raise ValueError(f"policy.kernels fused gives norms no gradient, and {name}.weight is to be trained")
             forward = _as_it_is if leaf in HEAD_NORMS else _norm_alone if leaf == "norm" else _sum_and_norm
             module.forward = types.MethodType(forward, module)
             changed["norms"] += 1

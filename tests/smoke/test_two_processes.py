@@ -52,7 +52,7 @@ IN_PACKS = {"train.per_device_train_batch_size": 4, "train.gradient_accumulation
 IN_PACKS |= {"train.micro_batch_tokens": 96}
 PACKED = {**KEYS, **IN_PACKS}
 # Packs of both processes, whose tokens they split; half of a completion with its prompt fits into a process.
-SEQUENCES = {**PACKED, "train.micro_batch_tokens": 44, "train.sequence_parallel": 2}
+SEQUENCES = {**PACKED, "train.micro_batch_tokens": 44, "train.sequence_parallel": 2, "policy.kernels": "fused"}
 # So cold that one process and two sample the same completions of a step's prompts.
 DISTILLED = {"distill.teacher": "base", "policy.quant_cfg": "nvfp4a16", "train.max_steps": 2}
 DISTILLED |= {"rollout.temperature": 1e-4, "train.learning_rate": 1e-4}

@@ -193,6 +193,13 @@ def test_a_second_backward_pass_through_one_swiglu_is_refused():
         y.backward()
 
 
+def test_a_norm_that_is_to_be_trained_is_refused():
+    model = make()
+    model.get_base_model().model.norm.weight.requires_grad_()
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is to be trained"):
+        use_kernels(model, config("fused"))
+
+
 def test_no_gpu_and_no_package_is_needed_and_other_models_are_refused(monkeypatch):
     from kit.core.errors import BadInput
 
