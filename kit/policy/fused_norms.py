@@ -34,8 +34,10 @@ HEAD_NORMS = ("q_norm", "k_norm")
 
 def use_fused_kernels(model: "PreTrainedModel | PeftModel") -> dict[str, int]:
     """Patch the layers of `model`, one of layer_kernels.py's `MODELS`; return how many norms, residual sums with their
-    norm, rotary embeddings and SwiGLUs changed. Only this model's modules change. `ValueError` if a norm's weight is to
-    be trained, which gets no gradient here."""
+    norm, rotary embeddings and SwiGLUs changed.
+
+    Only this model's modules change. `ValueError` if a norm's weight is to be trained: it gets no gradient here.
+    """
     changed = {"norms": 0, "sums": 0, "rotary": 0, "swiglu": 0}
     for name, module in list(model.named_modules()):
         leaf, kind = name.rpartition(".")[2], type(module).__name__

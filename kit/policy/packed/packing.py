@@ -201,8 +201,8 @@ def packed_logps(
         mine = packed.tokens, packed.positions, packed.labels  # (1, T / parts) each
         if group is not None:
             mine = tuple(map(group.part, mine))
-        # Map indices into the flattened (B, W) to indices into its flattened last C columns. Before the forward: a copy
-        # to the device waits for what runs there, and the backward pass would be launched late.
+        # Map indices into the flattened (B, W) to indices into its flattened last C columns. Before the forward: a
+        # copy to the device waits for what runs there, and the backward pass would be launched late.
         line, column = np.divmod(packed.label_index, input_ids.size(1))
         target = torch.from_numpy(line * logits_to_keep + column - (input_ids.size(1) - logits_to_keep))
         target = target.to(input_ids.device)
