@@ -23,10 +23,10 @@ INSTEAD = {
     "neftune_noise_alpha": "policy and reference would not be one model with the adapter on and off",
     "push_to_hub": "merged checkpoints are uploaded by python -m merge --push_to_hub REPO_ID",
     "sync_ref_model": "policy.reference names the reference, which stays as it is",
-    "torch_compile": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
+    "torch_compile": "policy.kernels fused computes norms, rotary embedding and SwiGLU in one pass each",
     # Either of these turns on torch_compile.
-    "torch_compile_backend": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
-    "torch_compile_mode": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
+    "torch_compile_backend": "policy.kernels fused computes norms, rotary embedding and SwiGLU in one pass each",
+    "torch_compile_mode": "policy.kernels fused computes norms, rotary embedding and SwiGLU in one pass each",
     "use_transformers_continuous_batching": "it casts the adapter's masters. rollout.backend server samples fast",
     "use_transformers_paged": "it casts the adapter's masters. rollout.backend server samples fast",
     "use_liger_kernel": "policy.kernels liger fuses norms, rotary embedding and SwiGLU",
