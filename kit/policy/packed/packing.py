@@ -216,6 +216,7 @@ def packed_logps(
                 shift_labels=mine[2],
                 fused_lm_head=True,
             )
+
     def unpacked(values: torch.Tensor) -> torch.Tensor:
         if group is not None:
             values = gathered(values, group)
