@@ -209,6 +209,7 @@ def check_norm_kernels(sizes: dict[str, int], device: str) -> None:
         cos, sin = (torch.cat((one, one), -1)[None].bfloat16() for one in (angle.cos(), angle.sin()))
         if batch > 1:
             cos, sin = (torch.cat((one, one.flip(1))) for one in (cos, sin))
+            sin = torch.stack((sin, sin), -1)[..., 0]  # strided
         compare("rotary embedding", "rotate", 2, x, None, 0.0, cos, sin)
         compare("of the heads' norm", "rotate", 2, x, weight, 1e-6, cos, sin)
         compare("rotary embedding, gradient", "rotate_gradient", 2, grad, None, None, 0.0, cos, sin)

@@ -27,6 +27,7 @@ from kit.core.config.recompute_rules import ENDS_WITH_RESIDUAL
 from kit.core.config.schema import Config
 from kit.core.errors import BadInput
 from kit.core.limits import KERNEL_RANK
+from kit.policy import fused_norms
 from kit.policy.fused_linear import (
     FusedBase,
     FusedLora,
@@ -185,7 +186,7 @@ def swiglu_in_torch(
     """Reference implementation of `swiglu`."""
     gate = gate if gate_low is None else gate_low.added_to(gate)
     up = up if up_low is None else up_low.added_to(up)
-    act = torch.nn.functional.silu(gate) * up
+    act = fused_norms.swiglu_in_torch(gate, up)
     return act, None if a is None else act @ a.t()
 
 
@@ -207,13 +208,11 @@ def swiglu_gradient_in_torch(
     gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, *lows: LowRank | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Reference implementation of `swiglu_gradient`: in float32, each result rounded once."""
-    dtype, (gate_low, up_low, down_low) = gate.dtype, lows
-    g = (gate if gate_low is None else gate_low.added_to(gate)).float()
-    u = (up if up_low is None else up_low.added_to(up)).float()
-    d = (grad if down_low is None else down_low.added_to(grad)).float()
-    share = torch.sigmoid(g)
-    silu = g * share
-    found = d * u * (silu * (1 - share) + share), d * silu, silu.to(dtype).float() * u
+    gate_low, up_low, down_low = lows
+    g = gate if gate_low is None else gate_low.added_to(gate)
+    u = up if up_low is None else up_low.added_to(up)
+    d = grad if down_low is None else down_low.added_to(grad)
+    found = *fused_norms.swiglu_gradient_in_torch(g, u, d), fused_norms.swiglu_in_torch(g, u)
     for place, value in zip((gate, up, grad), found, strict=True):
         place.copy_(value)
     by_gate, by_up = (None if low is None else y @ low.right.t() for y, low in ((gate, gate_low), (up, up_low)))

@@ -187,18 +187,25 @@ def norm_gradient(
 
 
 def _launch(
-    kernel: Any, x: torch.Tensor, tensors: list[torch.Tensor], cos: torch.Tensor, eps: float, norms: bool
+    kernel: Any,
+    x: torch.Tensor,
+    tensors: list[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+    has_norm: bool,
 ) -> None:
-    """Launch a kernel of rotary embedding for x (B, T, H, D); `tensors` are its first arguments."""
+    """Launch a kernel of rotary embedding for x (B, T, H, D); `tensors` are its arguments before cos and sin."""
     batch, positions, heads, dim = x.shape
     tile = min(HEAD_ROWS, triton.next_power_of_2(heads))
     many, rows = HEAD_ROWS // tile, batch * positions
     if not rows:
         return
+    cos, sin = cos.contiguous(), sin.contiguous()
     with fp8_kernel._on(x):
         kernel[(triton.cdiv(rows, many), triton.cdiv(heads, tile))](
-            *tensors, rows, positions, heads, dim // 2, x.stride(1), cos.stride(0) if len(cos) > 1 else 0,
-            cos.stride(1), eps, HAS_NORM=norms, POSITIONS=many, HEADS=tile, HALF=triton.next_power_of_2(dim // 2),
+            *tensors, cos, sin, rows, positions, heads, dim // 2, x.stride(1), cos.stride(0) if len(cos) > 1 else 0,
+            cos.stride(1), eps, HAS_NORM=has_norm, POSITIONS=many, HEADS=tile, HALF=triton.next_power_of_2(dim // 2),
             num_warps=4,
         )  # fmt: skip
 
@@ -217,8 +224,7 @@ def rotate(
     """GPU version of `fused_norms.rotate_in_torch`."""
     x = _physical(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    tensors = [y, x, x if weight is None else weight, cos, sin]
-    _launch(_rotate, x, tensors, cos, eps, weight is not None)
+    _launch(_rotate, x, [y, x, x if weight is None else weight], cos, sin, eps, weight is not None)
     return y.transpose(1, 2)
 
 
@@ -233,8 +239,7 @@ def rotate_gradient(
     """GPU version of `fused_norms.rotate_gradient_in_torch`, written over `grad` if its heads are adjacent."""
     dy = grad.transpose(1, 2).contiguous()
     x = dy if x is None else _physical(x)
-    tensors = [dy, dy, x, x if weight is None else weight, cos, sin]
-    _launch(_rotate_gradient, x, tensors, cos, eps, weight is not None)
+    _launch(_rotate_gradient, x, [dy, dy, x, x if weight is None else weight], cos, sin, eps, weight is not None)
     return dy.transpose(1, 2)
 
 
