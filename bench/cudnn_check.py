@@ -10,7 +10,8 @@ Last, 8 x 704 with all scores far below zero, where cuDNN's backward is known to
 beyond a sequence's end for part of it.
 
 Ways: `flash`, FlashAttention for both parts; `cudnn+flash`, cuDNN for a segment's attention to itself and
-FlashAttention for its attention to a shared prompt; `cudnn`, cuDNN for both; `cudnn exact`, without the empty
+FlashAttention for its attention to a shared prompt; `cudnn`, cuDNN for both; `flash joined` and `cudnn joined`, one
+call with a prompt's keys before those of each segment; `cudnn exact`, without the empty
 sequences that fill up a bucket; `cudnn wide`, with buckets four times as large in sequences and length, which shows
 the cost of coarser ones. Per way: milliseconds of forward and backward (median of 20, CUDA events), the time that the
 process takes to queue a forward, relative errors of output, dq, dk and dv against float32 with all free memory set to
@@ -43,6 +44,7 @@ sys.path.insert(0, str(ROOT))
 HEADS, KEY_HEADS, DIM, REPEATS, LAYERS = 32, 8, 128, 20, 36
 ERROR = 0.01
 WAYS = {"flash": ("flash", "flash"), "cudnn+flash": ("cudnn", "flash")}
+WAYS |= {"flash joined": ("flash", "joined"), "cudnn joined": ("cudnn", "joined")}
 WAYS |= dict.fromkeys(("cudnn", "cudnn exact", "cudnn wide"), ("cudnn", "cudnn"))
 
 table: list[str] = []
@@ -249,7 +251,7 @@ def measure(
         f"queued {queued:5.2f} ms  errors {' '.join(f'{one:.4f}' for one in errors)}  extra {extra:5.0f} MiB  "
         f"first {first:5.2f} s  other lengths {again * 1e3:6.1f} ms, {built} plans"
     )
-    if built and way != "flash":
+    if built and "cudnn" in way:
         missed.append(f"{name}, {way}: {built} plans were built for a row of other lengths in the same buckets")
     return forward + backward, errors
 
@@ -266,7 +268,7 @@ def compare(rehearse: bool) -> None:
             given, grad = inputs(sum(sequences.lengths), rehearse, "negative" in name)
             wanted, took, allowed = reference(sequences, given, grad), {}, [ERROR] * 4
             for way in WAYS:
-                if way == "cudnn+flash" and not sequences.prompts:
+                if way in ("cudnn+flash", "flash joined", "cudnn joined") and not sequences.prompts:
                     continue
                 with part(f"  {way}"), buckets(way):
                     took[way], errors = measure(name, way, sequences, other[name], rehearse, wanted, given, grad)

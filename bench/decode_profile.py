@@ -13,10 +13,15 @@ expensive kernels. Needs CUDA and vllm. Prints the table last.
 
 Variants, joined by +: `bf16`, `stored` (in the format of the checkpoint --model), `fp8` (per channel, as
 server.weights has it), `w4a16` or `nvfp4a16` (of --shape; the kernel that vLLM chooses for them), `marlin` (in its
-place), `kv` (FP8 KV cache, server.kv_cache fp8), `fused` (vLLM's own kernels for norm and quantization, activation and
-quantization in place of Inductor's) or `rope` (for the norms of queries and keys with the rotary embedding), `torch`
-(cuBLAS in place of CUTLASS), `triton` or `flashinfer` (for attention in place of FlashAttention), `tp2` (two cards for
-one engine).
+place), `kv` (FP8 KV cache, server.kv_cache fp8), `ngram` (server.speculation ngram, four drafts), `fused` (vLLM's own
+kernels for norm and quantization, activation and quantization in place of Inductor's) or `rope` (for the norms of
+queries and keys with the rotary embedding), `torch` (cuBLAS in place of CUTLASS), `triton` or `flashinfer` (for
+attention in place of FlashAttention), `tp2` (two cards for one engine).
+
+`--words 2` lets the sampler choose between two tokens only, so that random weights write a text in which drafts of
+n-grams are accepted about half of the time; `--words 1`, always. `per pass` is the mean of tokens that a sequence gets
+by one pass, `pass ms` the mean time of a pass: drafts pay where `per pass` is above the ratio of `pass ms` with and
+without.
 """
 
 import argparse
@@ -54,6 +59,15 @@ LEVERS: dict[str, dict[str, Any]] = {
     "stored": {},
     "fp8": {"quantization": "fp8_per_channel"},
     "kv": {"kv_cache_dtype": "fp8"},
+    "ngram": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 4,
+        },
+        "async_scheduling": False,  # as a server of the kit that drafts
+    },
     "fused": {"compilation_config": FUSED},
     "rope": {"compilation_config": ROPE},
     "w4a16": {},
@@ -109,7 +123,7 @@ def engine(options: argparse.Namespace, variant: str, traces: Path | None) -> An
         gpu_memory_utilization=options.share,
         enforce_eager=options.rehearse,
         enable_prefix_caching=False,
-        disable_log_stats=True,
+        disable_log_stats="ngram" not in variant.split("+"),
         seed=0,
         **keys,
     )
@@ -127,13 +141,22 @@ def start(llm: Any, options: argparse.Namespace, count: int, new: int, prompt: i
     for number in range(count):
         ids = [random.randrange(10, 200) for _ in range(prompt)]
         kind = RequestOutputKind.FINAL_ONLY
-        params = SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0, detokenize=False, output_kind=kind)
+        allowed = list(range(10, 10 + options.words)) if options.words else None
+        params = SamplingParams(
+            max_tokens=new,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=kind,
+            allowed_token_ids=allowed,
+        )
         loop.add_request(f"{new}-{prompt}-{number}", {"prompt_token_ids": ids}, params)
     return loop
 
 
 def timed(llm: Any, options: argparse.Namespace, count: int) -> dict[str, float]:
-    """ms per step early and late, and total seconds, of `count` sequences."""
+    """ms per step early and late, total seconds, and tokens of a pass, of `count` sequences."""
+    before = drafted(llm)
     loop, times = start(llm, options, count, options.new, options.prompt), [time.perf_counter()]
     while loop.has_unfinished_requests():
         loop.step()
@@ -143,16 +166,30 @@ def timed(llm: Any, options: argparse.Namespace, count: int) -> dict[str, float]
     # A step of the loop takes what the engine sent since then, none or two of its steps: so no single ones are used.
     mean = {name: statistics.mean(part) for name, part in (("early", steps[8:eighth]), ("late", steps[-eighth:-8]))}
     total = times[-1] - times[0]
-    return {"sequences": count, **mean, "total": total, "tok_s": count * options.new / total, "steps": len(steps)}
+    accepted = drafted(llm) - before
+    found = {"sequences": count, **mean, "total": total, "tok_s": count * options.new / total, "steps": len(steps)}
+    return found | {"per_pass": count * options.new / (count * options.new - accepted)}
+
+
+def drafted(llm: Any) -> int:
+    """Accepted drafts since the engine's start; each is a token without a pass of its own."""
+    if llm.llm_engine.log_stats:
+        return sum(one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_accepted_tokens")
+    return 0
 
 
 SETTLE = 90  # steps until every prompt, of any length, has been processed
 
 
+def profiled_tokens(options: argparse.Namespace) -> int:
+    """New tokens that last for the steps of a profile; with drafts a step writes up to five."""
+    return (options.profiled + SETTLE + 10) * (5 if "ngram" in options.child.split("+") else 1)
+
+
 def profiled(llm: Any, options: argparse.Namespace, count: int, traces: Path, prompt: int) -> dict[str, Any]:
     """The card's ms per step by kernel group, from a trace of `--profiled` steps on prompts of `prompt` tokens."""
     before = set(traces.rglob("*.json*"))
-    loop = start(llm, options, count, options.profiled + SETTLE + 10, prompt)
+    loop = start(llm, options, count, profiled_tokens(options), prompt)
     for _ in range(SETTLE):
         loop.step()
     llm.start_profile()
@@ -204,8 +241,9 @@ def child(options: argparse.Namespace) -> None:
         fcntl.flock(turn, fcntl.LOCK_EX)
         timed(llm, argparse.Namespace(**vars(options) | {"new": 160}), options.sequences[0])  # warm-up
         found = [timed(llm, options, count) for count in options.sequences]
-        count, longest = options.sequences[0], options.prompt + options.new - options.profiled - SETTLE - 10
-        profiles = {n: profiled(llm, options, count, traces, n) for n in sorted({options.prompt, longest})}
+        count, longest = options.sequences[0], options.prompt + options.new - profiled_tokens(options)
+        lengths = sorted({options.prompt, max(options.prompt, longest)})
+        profiles = {n: profiled(llm, options, count, traces, n) for n in lengths}
     print("FOUND " + json.dumps({"variant": options.child, "ready": ready, "rows": found, "profiles": profiles}))
 
 
@@ -244,12 +282,16 @@ def table(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
             for row in profile["top"]:
                 print(f"  {row['ms']:7.3f} ms {row['calls']:6.1f} calls  {row['kernel'][:130]}")
     print(f"\nprompts of {options.prompt}, {options.new:,} new tokens")
-    print(f"{'variant':16} {'sequences':>9} {'early ms':>9} {'late ms':>9} {'total s':>9} {'tok/s':>9}")
+    print(
+        f"{'variant':16} {'sequences':>9} {'early ms':>9} {'late ms':>9} {'total s':>9} {'tok/s':>9} "
+        f"{'per pass':>9} {'pass ms':>9}"
+    )
     for one in results:
         for row in one["rows"]:
             print(
                 f"{one['variant']:16} {row['sequences']:>9} {row['early']:>9.2f} {row['late']:>9.2f} "
-                f"{row['total']:>9.2f} {row['tok_s']:>9,.0f}"
+                f"{row['total']:>9.2f} {row['tok_s']:>9,.0f} {row['per_pass']:>9.2f} "
+                f"{1e3 * row['total'] * row['per_pass'] / options.new:>9.2f}"
             )
 
 
@@ -262,6 +304,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, nargs="+", default=[16, 32], help="at once; the first is profiled")
     parser.add_argument("--prompt", type=int, default=250, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=4096, help="tokens of a completion")
+    parser.add_argument("--words", type=int, help="tokens that the sampler chooses from; default all")
     parser.add_argument("--profiled", type=int, default=16, help="steps in the profile")
     parser.add_argument("--share", type=float, default=0.5, help="of the card's memory")
     parser.add_argument("--kv_gib", type=float, help="KV cache of every variant; then all of them start at once")
@@ -277,7 +320,8 @@ def read_options() -> argparse.Namespace:
             parser.error(f"unknown {', '.join(unknown)} in {variant}; there are {', '.join(LEVERS)}")
         if options.model and LAYOUTS & set(variant.split("+")):
             parser.error(f"{variant} is of --shape; a checkpoint of --model is served as `stored`")
-    if options.new < (least := max(160, options.profiled + SETTLE + 10)):
+    most = max(profiled_tokens(argparse.Namespace(**vars(options) | {"child": one})) for one in options.variants)
+    if options.new < (least := max(160, most)):
         parser.error(f"--new {options.new}: early, late and profiled steps need {least}")
     options.out = options.out.resolve()
     if options.shape:

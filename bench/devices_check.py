@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(1, str(Path(__file__).parent))
 
 import torch
-from path_8b import CONFIG, command
+from path_8b import CONFIG, command, launch_words
 
 from merge import devices
 from merge.verify import load_for_scoring, log_probs, release_memory
@@ -55,7 +55,7 @@ def main() -> None:
     keys = {"run.output_dir": work / "run", "model.path": work / "tiny", "data.path": work / "tiny"}
     keys |= {"model.dtype": "bfloat16", "train.max_steps": 2, "train.save_steps": 2}
     flat = [f"--{key}={value}" for key, value in keys.items()]
-    command("train", ["recipes/grpo_qlora.py", "--config", CONFIG, *flat], work)
+    command("train", [*launch_words("one_gpu", 1), "recipes/grpo_qlora.py", "--config", CONFIG, *flat], work)
     merge = ["-m", "merge", "--run", str(work / "run"), "--policy", "grpo", "--format", *FORMATS]
     command("merge", merge, work)
     ids, faults, lines = torch.arange(1, 200)[None], [], []

@@ -13,10 +13,11 @@
 #   stream_B          the update begins with the first groups, strictly on-policy
 #   sleep_A           both cards in turn, replicas asleep during the update
 #   mixed_A           overlapped on both cards: each trains and samples at once; MPS=1 lets their kernels run together
-#   ours_AB, ours_CD, our_C_over_AB    several rows by one server
+#   ours_AB, ours_CD, over_AC, our_C_over_AB    several rows by one server
 #   update, remerge   bench_update.py on the first card, also Unsloth with UNSLOTH_PATH; remerge_weights.py on the second
 #   flashinfer        wait for its kernels, which `prepare` compiles with FLASHINFER_PATH, a folder to import it from, on
-#                     COMPILE_CARD; our servers use it from then on
+#                     COMPILE_CARD, unless there is a file flashinfer in WORK; our servers use it from then on, in works C
+#                     and D as server.kv_cache fastest decides
 # OUT and WORK are the folders of results and of the model, PAIR_AB and PAIR_CD the cards; what still runs after END_S
 # seconds ends. Cards of 80 GB get other settings: packs of half the length, smaller micro-batches of stock's.
 set -u
@@ -32,7 +33,7 @@ if [ "${GIB:-141}" -lt 100 ]; then
     KV_AB=14 KV_C=15 KV_D=11 KV_OVER_C=42
 else
     VB=$V
-    BEST_A=stock+both+none BEST_B=stock+both+none+micro=4 BEST_C=stock+both+none+micro=1 BEST_D=stock+both+none+micro=2
+    BEST_A=stock+both+none+micro=4 BEST_B=stock+both+none+micro=4 BEST_C=stock+both+none+micro=1 BEST_D=stock+both+none+micro=2
     KV_AB=16 KV_C=22 KV_D=22 KV_OVER_C=43
 fi
 
@@ -42,19 +43,23 @@ step() { # step CARDS NAME words...: bench_step.py within the time that is left
     local cards=$1 name=$2 left=$((END_S - SECONDS))
     shift 2
     if [ "$left" -lt 60 ]; then echo "$name: $left s left, not started"; return; fi
-    CUDA_VISIBLE_DEVICES=$cards $PYTHON bench/bench_step.py $REHEARSE --work "$W/cards${cards//,/}" --steps "${STEPS:-1}" \
+    CUDA_VISIBLE_DEVICES=$cards $PYTHON bench/bench_step.py $REHEARSE --work "$W/cards${cards//,/}" --steps ${STEPS:-1} \
         --cut --limit_s "$left" --side_s 330 --out "$OUT/$name-$ROUND.json" "$@" >"$W/$name-$ROUND.log" 2>&1
     grep -E "step [0-9.]+, |:.*(left|Error|memory|ended|running)" "$W/$name-$ROUND.log" | cut -c1-260 | sed "s/^/$name $SECONDS s /"
 }
 
 ours() { # ours CARDS NAME LOADS KV words...: rows of ours with these levers, by servers with GiB of FP8 KV cache
-    local cards=$1 name=$2 loads=$3 keys="server.kv_cache=fp8+server.kv_cache_gib=$4" path=${PYTHONPATH:-} variants=()
+    local cards=$1 name=$2 loads=$3 kv=$4 keys="server.kv_cache=fp8+server.kv_cache_gib=$4" path=${PYTHONPATH:-} variants=()
     shift 4
     until [ -f "$W/first/base/manifest.json" ] || [ "$SECONDS" -gt "$END_S" ]; do sleep 1; done
     [ -n "$REHEARSE" ] && keys=server.kv_cache_gib=1
     if [ -f "$W/flashinfer" ]; then
         export VLLM_HAS_FLASHINFER_CUBIN=1 # or vLLM asks a server on the internet before it takes XQA
-        keys="$keys+server.vllm={attention_backend: FLASHINFER}" path=$FLASHINFER_PATH:$path
+        path=$FLASHINFER_PATH:$path
+        case $loads in
+            *C* | *D*) keys=server.kv_cache_gib=$kv ;; # server.kv_cache fastest takes both by itself
+            *) keys="$keys+server.vllm={attention_backend: FLASHINFER}" ;;
+        esac
     fi
     for levers in "$@"; do # levers, or levers@LOADS
         case $levers in *@*) variants+=("${levers%@*}+$keys@${levers##*@}") ;; *) variants+=("$levers+$keys") ;; esac
@@ -80,6 +85,7 @@ part() { # part CARDS NAME
         sleep_[ABD]) ours "$1" "$2" "${2#sleep_}" $KV_AB "$V+both+server.sleep=true" ;;
         mixed_[ABD]) ours "$1" "$2" "${2#mixed_}" $KV_AB "$VB+both+overlap" ;;
         over_C) ours "$1" "$2" C $KV_OVER_C "$V+overlap" ;;
+        over_AC) ours "$1" "$2" "A C" $KV_OVER_C "$V+overlap" ;;
         over_D) ours "$1" "$2" D $KV_D "$V+overlap" ;;
         update)
             CUDA_VISIBLE_DEVICES=${1%%,*} $PYTHON bench/bench_update.py \
@@ -128,7 +134,7 @@ prepare() { # the model and its base, FlashInfer's kernels beside them
     mkdir -p "$W/first"
     CUDA_VISIBLE_DEVICES=${PREPARE_CARD:-1} $PYTHON bench/bench_step.py $REHEARSE --part prepare --loads A B C D \
         --work "$W/first" --out "$W/prepare.json" >"$W/prepare.log" 2>&1 &
-    [ -n "${FLASHINFER_PATH:-}" ] && compile &
+    [ -n "${FLASHINFER_PATH:-}" ] && [ ! -f "$W/flashinfer" ] && compile &
     wait
 }
 

@@ -114,7 +114,9 @@ class Graph:
         for counts in (counts_q, counts_k):
             kept = [n for n, _ in enumerate(counts) if counts_q[n]]
             ends.append(torch.tensor([0, *itertools.accumulate(counts[n] for n in kept)], dtype=torch.int32))
-        span = Span(*ends, max(2, *counts_q), max(counts_k), given["use_causal_mask"], given["attn_scale"])
+        causal = given["use_causal_mask"] or given["use_causal_mask_bottom_right"]
+        assert not given["use_causal_mask"] or counts_q == counts_k  # its mask begins at the first key
+        span = Span(*ends, max(2, *counts_q), max(counts_k), causal, given["attn_scale"])
         if "dO" in given:
             grad, out, lse = (part(given[name], counts_q) for name in ("dO", "o", "stats"))
             lse = lse[..., 0].t().double().contiguous()
@@ -160,17 +162,20 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("sequences", ROW.values(), ids=ROW.keys())
 def test_output_and_gradients_are_those_of_the_dense_mask(kernels, sequences, strided):
     assert_attention_is_dense(sequences, strided, ("cudnn", "cudnn"), (1e-6, 1e-5))
+    assert_attention_is_dense(sequences, strided, ("cudnn", "joined"), (1e-6, 1e-5))
 
 
 def test_rows_of_other_lengths_take_the_plan_of_their_bucket(kernels):
-    def run(sequences):
+    def run(sequences, shared_by="cudnn"):
         given = random_row(sum(sequences.lengths))
-        flash_attention(*given, FlashMask(*sequences, "cpu", ("cudnn", "cudnn")), SCALE).sum().backward()
+        flash_attention(*given, FlashMask(*sequences, "cpu", ("cudnn", shared_by)), SCALE).sum().backward()
         return Graph.built
 
     assert run(Sequences([5, 3, 4, 2, 7, 6], [5, 3], [6, 13])) == 4  # own and shared, forward and backward
     assert run(Sequences([4, 2, 9, 1, 8], [4, 2], [9, 9])) == 4
     assert run(Sequences([600], [], [])) == 6
+    assert run(Sequences([2, 1, 4, 2, 7, 6], [2, 1], [6, 13]), "joined") == 8  # one call, of another mask
+    assert run(Sequences([1, 2, 9, 1, 8], [1, 2], [10, 8]), "joined") == 8
 
 
 def span(longest, sequences=1, scale=None):
@@ -188,8 +193,12 @@ def test_buckets():
     assert bucket(1, 7, 2) == one
     assert bucket(4097, 9, 513)[:5] == (12, 768, 768, 8192, 8192)
     assert [len(filled_up([1] * n)) for n in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
-    with pytest.raises(BadInput, match=r"100,000,000 tokens.*count \(44,739,242\)\. Lower train\.micro_batch_tokens"):
-        bucket_of(torch.empty(10**8, HEADS, DIM, device="meta"), None, span(1))
+    query, key = (torch.empty(10**8, heads, DIM, device="meta") for heads in (HEADS, GROUPS))
+    for pair in ((query, key), (query[:1], query)):  # a row may have more joined keys than tokens
+        with pytest.raises(
+            BadInput, match=r"100,000,000 tokens.*count \(44,739,242\)\. Lower train\.micro_batch_tokens"
+        ):
+            bucket_of(*pair, span(1))
 
 
 def test_a_graph_that_cudnn_does_not_take_is_refused(kernels, monkeypatch):
@@ -203,8 +212,9 @@ def test_which_attention_a_forward_takes(kernels):
     half, whole = torch.nn.Linear(1, 1, dtype=torch.bfloat16), torch.nn.Linear(1, 1)
     assert [mask_kind(one, torch.device("cuda"), "cudnn") for one in (half, whole)] == ["cudnn", "flex"]
     assert row_length(17, "cudnn") == row_length(17, "flash")
-    mask = packed_attention.attention_mask(Sequences([5, 3], [5], [3]), "cudnn", "cpu")
-    assert mask.shape == (1, 1, 8, 8) and len(mask.own[0]) == 3 and mask.shared[2:] == (3, 5, 5, 8)
+    mask = packed_attention.attention_mask(Sequences([3, 5], [3], [5]), "cudnn", "cpu")
+    assert mask.shape == (1, 1, 8, 8) and mask.own[0].tolist() == [0, 3, 8] and mask.own[1].tolist() == [0, 3, 11]
+    assert mask.own[2:] == (5, 8) and mask.shared is None
 
 
 @pytest.mark.parametrize(

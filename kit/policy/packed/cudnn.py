@@ -44,6 +44,7 @@ class Bucket(NamedTuple):
     dim: int
     dtype: torch.dtype
     causal: bool
+    is_joined: bool  # causal, with more keys than queries
     scale: float
     device: int
 
@@ -97,12 +98,12 @@ def attention_backward(
 
 def bucket_of(query: torch.Tensor, key: torch.Tensor, span: Span) -> Bucket:
     """Bucket of a call."""
-    tokens, heads, dim = query.shape
-    if tokens * heads * dim > _OFFSETS:
-        raise BadInput(
-            f"train.packed_attention is cudnn, and a packed row of {tokens:,} tokens with {heads} heads of {dim} is "
-            f"longer than its kernels count ({_OFFSETS // (heads * dim):,}). Lower train.micro_batch_tokens."
-        )
+    for tokens, heads, dim in (key.shape, query.shape):
+        if tokens * heads * dim > _OFFSETS:
+            raise BadInput(
+                f"train.packed_attention is cudnn, and a packed row of {tokens:,} tokens with {heads} heads of {dim} "
+                f"is longer than its kernels count ({_OFFSETS // (heads * dim):,}). Lower train.micro_batch_tokens."
+            )
     queries, keys = (-(-one // TOKENS) * TOKENS for one in (tokens, len(key)))
     return Bucket(
         sequences=len(span.query_ends) - 1,
@@ -115,6 +116,7 @@ def bucket_of(query: torch.Tensor, key: torch.Tensor, span: Span) -> Bucket:
         dim=dim,
         dtype=query.dtype,
         causal=span.causal,
+        is_joined=span.causal and span.key_ends is not span.query_ends,
         scale=dim**-0.5 if span.scale is None else span.scale,
         device=query.get_device(),
     )
@@ -185,7 +187,8 @@ class _Graph:
     def options(self) -> "dict[str, float | bool | cudnn.tensor]":
         return {
             "attn_scale": self.bucket.scale,
-            "use_causal_mask": self.bucket.causal,
+            "use_causal_mask": self.bucket.causal and not self.bucket.is_joined,
+            "use_causal_mask_bottom_right": self.bucket.is_joined,
             "use_padding_mask": True,
             "seq_len_q": self.counts[LENGTHS_Q],
             "seq_len_kv": self.counts[LENGTHS_K],

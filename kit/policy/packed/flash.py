@@ -11,11 +11,17 @@ backward pass needs only l and the row sums of o · do, so each part is called w
 
 A packed row has its shared prompts first and the segments after them next, so that either part is a slice. Either part
 may use cuDNN's kernels instead (`cudnn_packed`), which have the same inputs and outputs.
+
+With the kernels `joined` for shared prompts both parts are one call: a prompt's keys and values are repeated before
+those of each segment that sees it, and the last query of a sequence sees all of its keys. Nothing is merged, and what
+backward computes once per query, o · do and the conversion of its gradient, is not computed again for the prompts.
 """
 
 import functools
-from typing import Literal
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch.autograd.function import FunctionCtx
 from torch.nn.attention.flex_attention import BlockMask
@@ -28,8 +34,9 @@ from kit.policy.packed.span import Backward, Forward, Saved, Span, head_fault
 TYPES = (torch.bfloat16, torch.float16)
 MULTIPLE = 16  # packed rows are padded to this multiple; the kernels take any length, FP8 products prefer it
 LARGEST_HEAD = 256
+MOST_JOINED = 1.5  # keys per position of a joined row: rows of long prompts and short segments would take much memory
 
-Kernels = Literal["flash", "cudnn"]
+Kernels = Literal["flash", "cudnn", "joined"]  # joined: of shared prompts, by the kernels of the segments
 
 
 def fault(head_dim: int) -> str | None:
@@ -42,6 +49,42 @@ def fault(head_dim: int) -> str | None:
     if not generation(torch.cuda.get_device_capability()).flash:
         return f"{torch.cuda.get_device_name()} is older than Ampere (compute capability 8.0), which its kernels need"
     return None
+
+
+class Repeats(NamedTuple):
+    """Where the S joined keys of a row of T positions come from, and where each position's went."""
+
+    source: torch.Tensor  # (S,) int32: position of each joined key
+    own: torch.Tensor  # (T,) int32: place of each position's key before its own segment's queries
+    copies: torch.Tensor  # (P, C) int32: all places of the P positions of shared prompts
+    is_copy: torch.Tensor | None  # (P, C) bool: False where a prompt has fewer than C; None if none has
+
+
+def joined(lengths: list[int], prompts: list[int], behind: list[int]) -> tuple[list[int], list[np.ndarray]]:
+    """Number of joined keys of each segment, and `Repeats` as arrays. Arguments as in `FlashMask`."""
+    starts = [0, *accumulate(lengths)]
+    ends_behind = [*accumulate(behind, initial=sum(prompts))][1:]  # of the segments after each prompt
+    keys, source, own = [], [], []
+    places: list[list[int]] = [[] for _ in prompts]
+    at = which = 0
+    for number, (start, length) in enumerate(zip(starts, lengths, strict=False)):
+        before = 0
+        if number < len(prompts):
+            places[number].append(at)
+        elif which < len(prompts):
+            before = prompts[which]
+            source.append(np.arange(starts[which], starts[which] + before))
+            places[which].append(at)
+            which += start + length == ends_behind[which]
+        source.append(np.arange(start, start + length))
+        own.append(np.arange(at + before, at + before + length))
+        keys.append(before + length)
+        at += before + length
+    most = max(map(len, places))
+    filled = [one + one[:1] * (most - len(one)) for one in places]
+    copies = [np.array(one) + np.arange(length)[:, None] for one, length in zip(filled, prompts, strict=True)]
+    is_copy = [np.tile(np.arange(most) < len(one), (length, 1)) for one, length in zip(places, prompts, strict=True)]
+    return keys, [np.concatenate(one) for one in (source, own, copies, is_copy)]
 
 
 class FlashMask(BlockMask):
@@ -59,22 +102,35 @@ class FlashMask(BlockMask):
         """`lengths` of the row's segments in order; `prompts`, those of the shared prompts, which come first;
         `behind`, the number of tokens that see each prompt, which follow in the same order. None is zero. `kernels`
         of a segment on itself and of the segments after a prompt on the prompt."""
-        first, then = sum(prompts), sum(prompts) + sum(behind)
-        self.kernels = kernels
+        length, first, then = sum(lengths), sum(prompts), sum(prompts) + sum(behind)
+        by_own, by_shared = kernels
+        keys, repeats = None, None
+        if by_shared == "joined":
+            by_shared = by_own
+            if prompts and sum((found := joined(lengths, prompts, behind))[0]) <= MOST_JOINED * length:
+                (keys, repeats), prompts, behind = found, [], []
+        self.kernels = by_own, by_shared
         longest = max(2, *lengths), max(2, *behind, 0), max(prompts, default=0)
-        if kernels[0] == "cudnn":
+        longest_key = max(keys or lengths)
+        if by_own == "cudnn":
             lengths = cudnn.filled_up(lengths)
-        if kernels[1] == "cudnn" and prompts:
+            keys = keys and cudnn.filled_up(keys)
+        if by_shared == "cudnn" and prompts:
             prompts, behind = cudnn.filled_up(prompts), cudnn.filled_up(behind)
-        edges = torch.tensor([0, *lengths, 0, *behind, 0, *prompts], dtype=torch.int32).split(
-            [len(lengths) + 1, len(behind) + 1, len(prompts) + 1]
-        )
-        whole = torch.cat([one.cumsum(0, dtype=torch.int32) for one in edges]).to(device)
-        own, queries, keys = whole.split([len(one) for one in edges])
+        ends = [[0, *accumulate(one)] for one in (lengths, keys or [], behind, prompts)]
+        # One tensor, so that the device is waited for once.
+        parts = [np.array(one, dtype=np.int32) for one in (*ends, *(repeats or []))]
+        whole = torch.from_numpy(np.concatenate([one.ravel() for one in parts])).to(device)
+        own, own_keys, queries, prompt_keys, *places = whole.split([one.size for one in parts])
         # A longest query of one takes a different path in the kernels, with a different log-sum-exp layout.
-        self.own = (own, longest[0])
-        self.shared = (queries, keys, *longest[1:], first, then) if prompts else None
-        self.seq_lengths = (sum(lengths), sum(lengths))
+        self.own = (own, own_keys if keys else None, longest[0], longest_key)
+        self.shared = (queries, prompt_keys, *longest[1:], first, then) if prompts else None
+        self.repeats = None
+        if repeats:
+            source, place, copies, is_copy = places
+            copies, is_copy = (one.view(parts[-1].shape) for one in (copies, is_copy))
+            self.repeats = Repeats(source, place, copies, None if repeats[-1].all() else is_copy.bool())
+        self.seq_lengths = (length, length)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,7 +147,33 @@ def flash_attention(
 ) -> torch.Tensor:
     """Compute attention (T, H, D) of query (T, H, D), key and value (T, G, D), bfloat16 or float16, G a divisor of H;
     `scale` multiplies the scores, by default D ** -0.5."""
+    if mask.repeats is not None:
+        key, value = _Repeat.apply(key, value, mask.repeats)
     return _Attention.apply(query, key, value, mask, scale)
+
+
+class _Repeat(torch.autograd.Function):
+    """Joined keys and values (S, G, D) of those of a row (T, G, D)."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, key: torch.Tensor, value: torch.Tensor, repeats: Repeats
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.repeats = repeats
+        return key.index_select(0, repeats.source), value.index_select(0, repeats.source)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, own, copies, is_copy = ctx.repeats
+        found = []
+        for grad in grads:
+            whole = grad.index_select(0, own)
+            some = grad.index_select(0, copies.view(-1)).unflatten(0, copies.shape)  # (P, C, G, D)
+            if is_copy is not None:
+                some = some * is_copy[:, :, None, None]
+            whole[: len(copies)] = some.sum(1, dtype=torch.promote_types(some.dtype, torch.float32))
+            found.append(whole)
+        return *found, None
 
 
 class _Attention(torch.autograd.Function):
@@ -126,10 +208,10 @@ class _Attention(torch.autograd.Function):
         return *found, None, None
 
 
-def _own_span(own: tuple[torch.Tensor, int], scale: float | None) -> Span:
-    """Segments, each on itself."""
-    ends, longest = own
-    return Span(ends, ends, longest, longest, True, scale)
+def _own_span(own: tuple[torch.Tensor, torch.Tensor | None, int, int], scale: float | None) -> Span:
+    """Segments, each on itself, or on its joined keys."""
+    ends, key_ends, longest, longest_key = own
+    return Span(ends, ends if key_ends is None else key_ends, longest, longest_key, True, scale)
 
 
 def _shared_span(shared: tuple[torch.Tensor, torch.Tensor, int, int], scale: float | None) -> Span:
@@ -145,7 +227,9 @@ def packed_flash_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     ends: torch.Tensor,
+    joined_ends: torch.Tensor | None,
     longest: int,
+    longest_joined: int,
     query_ends: torch.Tensor | None,
     key_ends: torch.Tensor | None,
     longest_query: int,
@@ -157,10 +241,10 @@ def packed_flash_attention(
     shared_by: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output (T, H, D) and log-sum-exp (H, T), float32. Arguments as in `FlashMask`: `ends` of the segments,
-    `query_ends` within positions [first, then), which see shared prompts, `key_ends` within [0, first), which hold
-    them, and the kernels of both parts."""
+    `joined_ends` of their keys if joined, `query_ends` within positions [first, then), which see shared prompts,
+    `key_ends` within [0, first), which hold them, and the kernels of both parts."""
     (forward, _), (shared_forward, _) = (_kernels(one) for one in (own_by, shared_by))
-    out, lse = forward(query, key, value, _own_span((ends, longest), scale))
+    out, lse = forward(query, key, value, _own_span((ends, joined_ends, longest, longest_joined), scale))
     if lse.shape != query.shape[1::-1]:  # differs between FlashAttention releases
         raise BadInput(
             f"torch {torch.__version__}: the log-sum-exp of FlashAttention has the shape {tuple(lse.shape)}, "

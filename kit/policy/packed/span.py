@@ -13,7 +13,7 @@ class Span(NamedTuple):
     key_ends: torch.Tensor  # (N + 1,) int32
     longest_query: int
     longest_key: int
-    causal: bool
+    causal: bool  # the last query of a sequence sees all of its keys, each earlier one a key less
     scale: float | None  # of the scores; None: D ** -0.5
 
 
