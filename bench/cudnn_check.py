@@ -11,12 +11,13 @@ beyond a sequence's end for part of it.
 
 Ways: `flash`, FlashAttention for both parts; `cudnn+flash`, cuDNN for a segment's attention to itself and
 FlashAttention for its attention to a shared prompt; `cudnn`, cuDNN for both; `flash joined` and `cudnn joined`, one
-call with a prompt's keys before those of each segment; `cudnn exact`, without the empty
-sequences that fill up a bucket; `cudnn wide`, with buckets four times as large in sequences and length, which shows
-the cost of coarser ones. Per way: milliseconds of forward and backward (median of 20, CUDA events), the time that the
-process takes to queue a forward, relative errors of output, dq, dk and dv against float32 with all free memory set to
-NaN before, the memory taken beyond inputs and outputs, the first call, in which plans are built, and the first call of
-a row of other lengths in the same buckets, with the number of plans it built (none wanted).
+call with a prompt's keys before those of each segment; `cudnn forward`, only forward so; `cudnn exact`, without the
+empty sequences that fill up a bucket; `cudnn wide`, with buckets four times as large in sequences and length, which
+shows the cost of coarser ones. Per way: milliseconds of forward and backward (median of 20, CUDA events), the time
+that the process takes to queue a forward, relative errors of output, dq, dk and dv against float32 with all free
+memory set to NaN before, the memory taken beyond inputs and outputs, the first call, in which plans are built, and the
+first call of a row of other lengths in the same buckets, with the number of plans it built (none wanted; joined rows
+may have more keys than a bucket).
 
 For comparison, sdpa's cuDNN kernels on 8 padded rows of 2,048, and torch's own operators on consecutive sequences
 (`aten._cudnn_attention_forward` and `_backward`): whether each call builds a new plan.
@@ -44,8 +45,9 @@ sys.path.insert(0, str(ROOT))
 HEADS, KEY_HEADS, DIM, REPEATS, LAYERS = 32, 8, 128, 20, 36
 ERROR = 0.01
 WAYS = {"flash": ("flash", "flash"), "cudnn+flash": ("cudnn", "flash")}
-WAYS |= {"flash joined": ("flash", "joined"), "cudnn joined": ("cudnn", "joined")}
-WAYS |= dict.fromkeys(("cudnn", "cudnn exact", "cudnn wide"), ("cudnn", "cudnn"))
+JOINED = {"flash joined": ("flash",), "cudnn joined": ("cudnn",), "cudnn forward": ()}  # and what is backward
+WAYS |= {"flash joined": ("flash", "flash")}
+WAYS |= dict.fromkeys(("cudnn", "cudnn joined", "cudnn forward", "cudnn exact", "cudnn wide"), ("cudnn", "cudnn"))
 
 table: list[str] = []
 missed: list[str] = []
@@ -191,8 +193,9 @@ def plans() -> int:
 
 @contextlib.contextmanager
 def buckets(way: str) -> Iterator[None]:
-    """Clear the cached plans and use the bucket sizes of `way`."""
+    """Clear the cached plans; use the bucket sizes of `way`, and join rows as it does."""
     from kit.policy.packed import cudnn as cudnn_packed
+    from kit.policy.packed import flash
 
     for one in (cudnn_packed._forward, cudnn_packed._backward):
         one.cache_clear()
@@ -201,7 +204,11 @@ def buckets(way: str) -> Iterator[None]:
         other = {"_step": lambda *given: step(*given) * 4}
     if way == "cudnn exact":
         other = {"filled_up": list}
-    with mock.patch.multiple(cudnn_packed, **other) if other else contextlib.nullcontext():
+    joined = {"MOST_JOINED": 2.0 if way in JOINED else 0.0, "JOINED_BACKWARD": JOINED.get(way, ())}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(flash, **joined))
+        if other:
+            stack.enter_context(mock.patch.multiple(cudnn_packed, **other))
         yield
 
 
@@ -251,7 +258,7 @@ def measure(
         f"queued {queued:5.2f} ms  errors {' '.join(f'{one:.4f}' for one in errors)}  extra {extra:5.0f} MiB  "
         f"first {first:5.2f} s  other lengths {again * 1e3:6.1f} ms, {built} plans"
     )
-    if built and "cudnn" in way:
+    if built and "cudnn" in way and way not in JOINED:
         missed.append(f"{name}, {way}: {built} plans were built for a row of other lengths in the same buckets")
     return forward + backward, errors
 
@@ -268,7 +275,7 @@ def compare(rehearse: bool) -> None:
             given, grad = inputs(sum(sequences.lengths), rehearse, "negative" in name)
             wanted, took, allowed = reference(sequences, given, grad), {}, [ERROR] * 4
             for way in WAYS:
-                if way in ("cudnn+flash", "flash joined", "cudnn joined") and not sequences.prompts:
+                if (way in JOINED or way == "cudnn+flash") and not sequences.prompts:
                     continue
                 with part(f"  {way}"), buckets(way):
                     took[way], errors = measure(name, way, sequences, other[name], rehearse, wanted, given, grad)

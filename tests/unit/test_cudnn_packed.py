@@ -17,7 +17,7 @@ from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.policy.packed import attention as packed_attention
-from kit.policy.packed import cudnn
+from kit.policy.packed import cudnn, flash
 from kit.policy.packed.attention import Sequences, mask_kind, row_length
 from kit.policy.packed.cudnn import attention, bucket_of, filled_up
 from kit.policy.packed.flash import FlashMask, flash_attention
@@ -160,22 +160,24 @@ def kernels(monkeypatch):
 # The log-sum-exp is kept in float32, as the kernels have it.
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("sequences", ROW.values(), ids=ROW.keys())
-def test_output_and_gradients_are_those_of_the_dense_mask(kernels, sequences, strided):
+@pytest.mark.parametrize(("most", "backward"), [(0, ()), (4, ()), (4, ("cudnn",))], ids=["parts", "forward", "both"])
+def test_output_and_gradients_are_those_of_the_dense_mask(kernels, monkeypatch, sequences, strided, most, backward):
+    monkeypatch.setattr(flash, "MOST_JOINED", most)
+    monkeypatch.setattr(flash, "JOINED_BACKWARD", backward)
     assert_attention_is_dense(sequences, strided, ("cudnn", "cudnn"), (1e-6, 1e-5))
-    assert_attention_is_dense(sequences, strided, ("cudnn", "joined"), (1e-6, 1e-5))
 
 
 def test_rows_of_other_lengths_take_the_plan_of_their_bucket(kernels):
-    def run(sequences, shared_by="cudnn"):
+    def run(sequences):
         given = random_row(sum(sequences.lengths))
-        flash_attention(*given, FlashMask(*sequences, "cpu", ("cudnn", shared_by)), SCALE).sum().backward()
+        flash_attention(*given, FlashMask(*sequences, "cpu", ("cudnn", "cudnn")), SCALE).sum().backward()
         return Graph.built
 
-    assert run(Sequences([5, 3, 4, 2, 7, 6], [5, 3], [6, 13])) == 4  # own and shared, forward and backward
-    assert run(Sequences([4, 2, 9, 1, 8], [4, 2], [9, 9])) == 4
-    assert run(Sequences([600], [], [])) == 6
-    assert run(Sequences([2, 1, 4, 2, 7, 6], [2, 1], [6, 13]), "joined") == 8  # one call, of another mask
-    assert run(Sequences([1, 2, 9, 1, 8], [1, 2], [10, 8]), "joined") == 8
+    assert run(Sequences([2, 1, 4, 2, 7, 6], [2, 1], [6, 13])) == 3  # joined forward; own and shared backward
+    assert run(Sequences([1, 2, 9, 1, 8], [1, 2], [10, 8])) == 3
+    assert run(Sequences([5, 3, 4, 2, 7, 6], [5, 3], [6, 13])) == 5  # too many keys: own and shared forward
+    assert run(Sequences([4, 2, 9, 1, 8], [4, 2], [9, 9])) == 5
+    assert run(Sequences([600], [], [])) == 7
 
 
 def span(longest, sequences=1, scale=None):
@@ -213,8 +215,8 @@ def test_which_attention_a_forward_takes(kernels):
     assert [mask_kind(one, torch.device("cuda"), "cudnn") for one in (half, whole)] == ["cudnn", "flex"]
     assert row_length(17, "cudnn") == row_length(17, "flash")
     mask = packed_attention.attention_mask(Sequences([3, 5], [3], [5]), "cudnn", "cpu")
-    assert mask.shape == (1, 1, 8, 8) and mask.own[0].tolist() == [0, 3, 8] and mask.own[1].tolist() == [0, 3, 11]
-    assert mask.own[2:] == (5, 8) and mask.shared is None
+    assert mask.shape == (1, 1, 8, 8) and mask.own[0].tolist() == [0, 3, 8] and mask.shared[2:] == (5, 3, 3, 8)
+    assert mask.joined.ends.tolist() == [0, 3, 11] and mask.joined.longest == 8
 
 
 @pytest.mark.parametrize(

@@ -132,25 +132,26 @@ def assert_attention_is_dense(sequences, strided, kernels, atol):
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("sequences", ROW.values(), ids=ROW.keys())
-def test_output_and_gradients_are_those_of_the_dense_mask(calls, sequences, strided):
+def test_output_and_gradients_are_those_of_the_dense_mask(calls, monkeypatch, sequences, strided):
+    monkeypatch.setattr(flash, "MOST_JOINED", 0)
     assert_attention_is_dense(sequences, strided, ("flash", "flash"), (1e-10, 1e-10))
     assert calls == [sum(sequences.lengths), sum(sequences.behind)][: 1 + bool(sequences.prompts)]
 
 
+@pytest.mark.parametrize("backward", [("flash",), ()], ids=["joined backward", "backward in parts"])
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("sequences", ROW.values(), ids=ROW.keys())
-def test_prompts_joined_with_their_segments_are_one_call(calls, monkeypatch, sequences, strided):
+def test_prompts_joined_with_their_segments_are_one_call(calls, monkeypatch, sequences, strided, backward):
     monkeypatch.setattr(flash, "MOST_JOINED", 4)
-    assert_attention_is_dense(sequences, strided, ("flash", "joined"), (1e-10, 1e-10))
+    monkeypatch.setattr(flash, "JOINED_BACKWARD", backward)
+    assert_attention_is_dense(sequences, strided, ("flash", "flash"), (1e-10, 1e-10))
     assert calls == [sum(sequences.lengths)]
 
 
 @pytest.mark.parametrize(("segments", "is_joined"), [([8, 8, 9, 7], True), ([8, 8], True), ([3, 3, 4], False)])
 def test_prompts_are_joined_only_where_that_takes_little_memory(segments, is_joined):
     row = Sequences([4, *segments], [4], [sum(segments)])  # 36, 20 and 14 positions; 52, 28 and 26 joined keys
-    mask = FlashMask(*row, "cpu", ("flash", "joined"))
-    assert (mask.repeats is not None, mask.shared is None) == (is_joined, is_joined)
-    assert mask.kernels == ("flash", "flash")
+    assert (FlashMask(*row, "cpu").joined is not None) is is_joined
 
 
 def test_gradients_reach_the_projections_in_their_layout(calls):

@@ -30,7 +30,7 @@ BLOCK = 128
 
 Kind = Literal["dense", "flex", "flash", "cudnn"]
 # {kind: (kernels of a segment on itself, kernels of the segments after a shared prompt on the prompt)}.
-KERNELS: dict[str, tuple[Kernels, Kernels]] = {"flash": ("flash", "flash"), "cudnn": ("cudnn", "joined")}
+KERNELS: dict[str, tuple[Kernels, Kernels]] = {"flash": ("flash", "flash"), "cudnn": ("cudnn", "cudnn")}
 
 
 class Sequences(NamedTuple):

@@ -12,9 +12,9 @@ backward pass needs only l and the row sums of o · do, so each part is called w
 A packed row has its shared prompts first and the segments after them next, so that either part is a slice. Either part
 may use cuDNN's kernels instead (`cudnn_packed`), which have the same inputs and outputs.
 
-With the kernels `joined` for shared prompts both parts are one call: a prompt's keys and values are repeated before
-those of each segment that sees it, and the last query of a sequence sees all of its keys. Nothing is merged, and what
-backward computes once per query, o · do and the conversion of its gradient, is not computed again for the prompts.
+Where that takes little memory, both parts are one call (`Joined`): a prompt's keys and values are repeated before
+those of each segment that sees it, and the last query of a sequence sees all of its keys. With FlashAttention's
+kernels that is faster forward and backward, with cuDNN's only forward (bench/STEP.md, [24]).
 """
 
 import functools
@@ -34,9 +34,10 @@ from kit.policy.packed.span import Backward, Forward, Saved, Span, head_fault
 TYPES = (torch.bfloat16, torch.float16)
 MULTIPLE = 16  # packed rows are padded to this multiple; the kernels take any length, FP8 products prefer it
 LARGEST_HEAD = 256
-MOST_JOINED = 1.5  # keys per position of a joined row: rows of long prompts and short segments would take much memory
+MOST_JOINED = 1.5  # keys per position of a joined row; with long prompts and short segments they would be many
 
-Kernels = Literal["flash", "cudnn", "joined"]  # joined: of shared prompts, by the kernels of the segments
+Kernels = Literal["flash", "cudnn"]
+JOINED_BACKWARD: tuple[Kernels, ...] = ("flash",)
 
 
 def fault(head_dim: int) -> str | None:
@@ -51,17 +52,30 @@ def fault(head_dim: int) -> str | None:
     return None
 
 
-class Repeats(NamedTuple):
-    """Where the S joined keys of a row of T positions come from, and where each position's went."""
+class Joined(NamedTuple):
+    """A row of T positions whose P positions of shared prompts are repeated before each segment that sees them: S keys
+    and values."""
 
-    source: torch.Tensor  # (S,) int32: position of each joined key
-    own: torch.Tensor  # (T,) int32: place of each position's key before its own segment's queries
-    copies: torch.Tensor  # (P, C) int32: all places of the P positions of shared prompts
-    is_copy: torch.Tensor | None  # (P, C) bool: False where a prompt has fewer than C; None if none has
+    ends: torch.Tensor  # (N + 1,) int32: 0, then where the keys of each segment end
+    longest: int
+    source: torch.Tensor  # (S,) int32: the position that each key is of
+    own: torch.Tensor  # (T,) int32: where the key of each position is, before its own segment's queries
+    copies: torch.Tensor  # (P, C) int32: where all keys of a prompt's position are
+    is_copy: torch.Tensor | None  # (P, C) bool: False where there are fewer than C; None if nowhere
+
+    def gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient (T, G, D) of a row's keys or values from that of the joined ones, (S, G, D)."""
+        found = grad.index_select(0, self.own)
+        copies = grad.index_select(0, self.copies.view(-1)).unflatten(0, self.copies.shape)  # (P, C, G, D)
+        if self.is_copy is not None:
+            copies = copies * self.is_copy[:, :, None, None]
+        found[: len(copies)] = copies.sum(1, dtype=torch.promote_types(copies.dtype, torch.float32))
+        return found
 
 
-def joined(lengths: list[int], prompts: list[int], behind: list[int]) -> tuple[list[int], list[np.ndarray]]:
-    """Number of joined keys of each segment, and `Repeats` as arrays. Arguments as in `FlashMask`."""
+def joined_places(lengths: list[int], prompts: list[int], behind: list[int]) -> tuple[list[int], list[np.ndarray]]:
+    """Number of keys of each joined segment, and `source`, `own`, `copies`, `is_copy` of `Joined`. Arguments as in
+    `FlashMask`."""
     starts = [0, *accumulate(lengths)]
     ends_behind = [*accumulate(behind, initial=sum(prompts))][1:]  # of the segments after each prompt
     keys, source, own = [], [], []
@@ -81,9 +95,11 @@ def joined(lengths: list[int], prompts: list[int], behind: list[int]) -> tuple[l
         keys.append(before + length)
         at += before + length
     most = max(map(len, places))
-    filled = [one + one[:1] * (most - len(one)) for one in places]
-    copies = [np.array(one) + np.arange(length)[:, None] for one, length in zip(filled, prompts, strict=True)]
-    is_copy = [np.tile(np.arange(most) < len(one), (length, 1)) for one, length in zip(places, prompts, strict=True)]
+    copies, is_copy = [], []
+    for found, length in zip(places, prompts, strict=True):
+        filled = np.array(found + found[:1] * (most - len(found)))
+        copies.append(filled + np.arange(length)[:, None])
+        is_copy.append(np.tile(np.arange(most) < len(found), (length, 1)))
     return keys, [np.concatenate(one) for one in (source, own, copies, is_copy)]
 
 
@@ -102,35 +118,29 @@ class FlashMask(BlockMask):
         """`lengths` of the row's segments in order; `prompts`, those of the shared prompts, which come first;
         `behind`, the number of tokens that see each prompt, which follow in the same order. None is zero. `kernels`
         of a segment on itself and of the segments after a prompt on the prompt."""
-        length, first, then = sum(lengths), sum(prompts), sum(prompts) + sum(behind)
-        by_own, by_shared = kernels
-        keys, repeats = None, None
-        if by_shared == "joined":
-            by_shared = by_own
-            if prompts and sum((found := joined(lengths, prompts, behind))[0]) <= MOST_JOINED * length:
-                (keys, repeats), prompts, behind = found, [], []
-        self.kernels = by_own, by_shared
-        longest = max(2, *lengths), max(2, *behind, 0), max(prompts, default=0)
-        longest_key = max(keys or lengths)
-        if by_own == "cudnn":
-            lengths = cudnn.filled_up(lengths)
-            keys = keys and cudnn.filled_up(keys)
-        if by_shared == "cudnn" and prompts:
+        first, then = sum(prompts), sum(prompts) + sum(behind)
+        self.kernels = kernels
+        self.seq_lengths = (sum(lengths), sum(lengths))
+        keys, places = joined_places(lengths, prompts, behind) if prompts else ([], [])
+        if sum(keys) > MOST_JOINED * sum(lengths):
+            keys, places = [], []
+        longest = max(2, *lengths), max(2, *behind, 0), max(prompts, default=0), max(keys, default=0)
+        if kernels[0] == "cudnn":
+            lengths, keys = cudnn.filled_up(lengths), keys and cudnn.filled_up(keys)
+        if kernels[1] == "cudnn" and prompts:
             prompts, behind = cudnn.filled_up(prompts), cudnn.filled_up(behind)
-        ends = [[0, *accumulate(one)] for one in (lengths, keys or [], behind, prompts)]
+        parts = [np.array([0, *accumulate(one)]) for one in (lengths, behind, prompts, keys)] + places
         # One tensor, so that the device is waited for once.
-        parts = [np.array(one, dtype=np.int32) for one in (*ends, *(repeats or []))]
-        whole = torch.from_numpy(np.concatenate([one.ravel() for one in parts])).to(device)
-        own, own_keys, queries, prompt_keys, *places = whole.split([one.size for one in parts])
+        whole = torch.from_numpy(np.concatenate([one.ravel() for one in parts]).astype(np.int32)).to(device)
+        own, queries, prompt_ends, ends, *found = whole.split([one.size for one in parts])
         # A longest query of one takes a different path in the kernels, with a different log-sum-exp layout.
-        self.own = (own, own_keys if keys else None, longest[0], longest_key)
-        self.shared = (queries, prompt_keys, *longest[1:], first, then) if prompts else None
-        self.repeats = None
-        if repeats:
-            source, place, copies, is_copy = places
-            copies, is_copy = (one.view(parts[-1].shape) for one in (copies, is_copy))
-            self.repeats = Repeats(source, place, copies, None if repeats[-1].all() else is_copy.bool())
-        self.seq_lengths = (length, length)
+        self.own = (own, longest[0])
+        self.shared = (queries, prompt_ends, *longest[1:3], first, then) if prompts else None
+        self.joined = None
+        if places:
+            copies, is_copy = (one.view(places[-1].shape) for one in found[2:])
+            is_copy = None if places[-1].all() else is_copy.bool()
+            self.joined = Joined(ends, longest[3], *found[:2], copies, is_copy)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,33 +157,7 @@ def flash_attention(
 ) -> torch.Tensor:
     """Compute attention (T, H, D) of query (T, H, D), key and value (T, G, D), bfloat16 or float16, G a divisor of H;
     `scale` multiplies the scores, by default D ** -0.5."""
-    if mask.repeats is not None:
-        key, value = _Repeat.apply(key, value, mask.repeats)
     return _Attention.apply(query, key, value, mask, scale)
-
-
-class _Repeat(torch.autograd.Function):
-    """Joined keys and values (S, G, D) of those of a row (T, G, D)."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, key: torch.Tensor, value: torch.Tensor, repeats: Repeats
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.repeats = repeats
-        return key.index_select(0, repeats.source), value.index_select(0, repeats.source)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, own, copies, is_copy = ctx.repeats
-        found = []
-        for grad in grads:
-            whole = grad.index_select(0, own)
-            some = grad.index_select(0, copies.view(-1)).unflatten(0, copies.shape)  # (P, C, G, D)
-            if is_copy is not None:
-                some = some * is_copy[:, :, None, None]
-            whole[: len(copies)] = some.sum(1, dtype=torch.promote_types(some.dtype, torch.float32))
-            found.append(whole)
-        return *found, None
 
 
 class _Attention(torch.autograd.Function):
@@ -187,7 +171,8 @@ class _Attention(torch.autograd.Function):
         scale: float | None,
     ) -> torch.Tensor:
         shared = mask.shared or (None, None, 0, 0, 0, 0)
-        out, lse = packed_flash_attention(query, key, value, *mask.own, *shared, scale, *mask.kernels)
+        joined = (mask.joined.source, mask.joined.ends, mask.joined.longest) if mask.joined else (None, None, 0)
+        out, lse = packed_flash_attention(query, key, value, *mask.own, *shared, *joined, scale, *mask.kernels)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.mask, ctx.scale = mask, scale
         return out
@@ -196,6 +181,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, grad, mask = Saved(*ctx.saved_tensors), grad.contiguous(), ctx.mask
         (_, backward), (_, shared_backward) = (_kernels(one) for one in mask.kernels)
+        if mask.joined and mask.kernels[0] in JOINED_BACKWARD:
+            joined, keys = mask.joined, [one.index_select(0, mask.joined.source) for one in saved[1:3]]
+            span = _joined_span(mask.own, (joined.ends, joined.longest), ctx.scale)
+            for_query, *for_keys = backward(grad, Saved(saved.query, *keys, saved.out, saved.lse), span)
+            return for_query, *(joined.gradient(one) for one in for_keys), None, None
         found = backward(grad, saved, _own_span(mask.own, ctx.scale))
         if mask.shared:
             *_, first, then = mask.shared
@@ -208,10 +198,15 @@ class _Attention(torch.autograd.Function):
         return *found, None, None
 
 
-def _own_span(own: tuple[torch.Tensor, torch.Tensor | None, int, int], scale: float | None) -> Span:
-    """Segments, each on itself, or on its joined keys."""
-    ends, key_ends, longest, longest_key = own
-    return Span(ends, ends if key_ends is None else key_ends, longest, longest_key, True, scale)
+def _own_span(own: tuple[torch.Tensor, int], scale: float | None) -> Span:
+    """Segments, each on itself."""
+    ends, longest = own
+    return Span(ends, ends, longest, longest, True, scale)
+
+
+def _joined_span(own: tuple[torch.Tensor, int], keys: tuple[torch.Tensor, int], scale: float | None) -> Span:
+    """Segments, each on the prompt that it sees and on itself."""
+    return Span(own[0], keys[0], own[1], keys[1], True, scale)
 
 
 def _shared_span(shared: tuple[torch.Tensor, torch.Tensor, int, int], scale: float | None) -> Span:
@@ -227,31 +222,36 @@ def packed_flash_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     ends: torch.Tensor,
-    joined_ends: torch.Tensor | None,
     longest: int,
-    longest_joined: int,
     query_ends: torch.Tensor | None,
     key_ends: torch.Tensor | None,
     longest_query: int,
     longest_key: int,
     first: int,
     then: int,
+    source: torch.Tensor | None,
+    joined_ends: torch.Tensor | None,
+    longest_joined: int,
     scale: float | None,
     own_by: str,
     shared_by: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output (T, H, D) and log-sum-exp (H, T), float32. Arguments as in `FlashMask`: `ends` of the segments,
-    `joined_ends` of their keys if joined, `query_ends` within positions [first, then), which see shared prompts,
-    `key_ends` within [0, first), which hold them, and the kernels of both parts."""
+    `query_ends` within positions [first, then), which see shared prompts, `key_ends` within [0, first), which hold
+    them, `source`, `joined_ends` and `longest_joined` of a row that is joined, and the kernels of both parts."""
     (forward, _), (shared_forward, _) = (_kernels(one) for one in (own_by, shared_by))
-    out, lse = forward(query, key, value, _own_span((ends, joined_ends, longest, longest_joined), scale))
+    if source is not None:
+        span = _joined_span((ends, longest), (joined_ends, longest_joined), scale)
+        out, lse = forward(query, key.index_select(0, source), value.index_select(0, source), span)
+    else:
+        out, lse = forward(query, key, value, _own_span((ends, longest), scale))
     if lse.shape != query.shape[1::-1]:  # differs between FlashAttention releases
         raise BadInput(
             f"torch {torch.__version__}: the log-sum-exp of FlashAttention has the shape {tuple(lse.shape)}, "
             f"{tuple(query.shape[1::-1])} was expected. Set train.packed_attention to flex."
         )
     out, lse = out.contiguous(), lse.contiguous()
-    if query_ends is not None:
+    if query_ends is not None and source is None:
         some = slice(first, then)
         span = _shared_span((query_ends, key_ends, longest_query, longest_key), scale)
         other = shared_forward(query[some], key[:first], value[:first], span)
