@@ -104,6 +104,25 @@ class AdapterFile:
         return self._host.view(torch.uint8).numpy()
 
 
+class WrittenAdapter:
+    """A version that `AdapterFile` has written, to be sent without the model."""
+
+    def __init__(self, directory: Path, base_hash: str):
+        self.directory, self.base_hash = directory, base_hash
+
+    def write(self, directory: Path, version: int) -> Path:
+        """Copy it to `directory`, unless that is where it is; return the directory."""
+        if directory != self.directory:
+            try:
+                shutil.copytree(self.directory, directory, dirs_exist_ok=True)
+            except OSError as error:
+                raise failure_of(error)(
+                    f"copying the adapter of version {version} to {directory} failed: {error}. Free some space, then "
+                    "continue with --resume."
+                ) from error
+        return directory
+
+
 def _config_text(config: Any) -> str:
     """Text of adapter_config.json as peft saves it."""
     config = copy.copy(config)

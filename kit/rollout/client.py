@@ -57,6 +57,7 @@ class ServerRollout:
         if (wait_s := allowed_wait_s()) is not None:
             self.sync.recovery = Recovery(self.replicas, run, wait_s, self.sync.restore)
         self._ahead: Ahead | None = None
+        self._is_syncing = False  # in every process: since `begin`, until `settle`
         self._infos: dict[str, Info] = {}
         self._served: int | None = None  # the same in every process
         self._may_be_asleep = False
@@ -400,12 +401,22 @@ class ServerRollout:
     def _begin(self, policy: PolicyView, rows: list, generate: Callable[[list], list]) -> Report:
         from accelerate.utils import gather_object
 
-        ahead, report = Ahead(gather_object(rows)), Report({}, {})
+        ahead, report = Ahead(gather_object(rows), policy.version), Report({}, {})
         error = self._prepare(policy)
         start = lambda: self._start(policy, ahead, lambda: generate(ahead.rows), report)  # noqa: E731
         self._in_main_process(policy.processes, start, error)
-        ahead.version = self._served
         self._ahead = ahead if ahead.rows else None
+        self._is_syncing = self._ahead is not None
+        return report
+
+    def settle(self, policy: PolicyView) -> Report:
+        """Wait until all replicas serve the version whose sync `begin` started, as they do before the policy changes;
+        the figures of that sync. Called by all processes together."""
+        report = Report({}, {})
+        if self._is_syncing:
+            self._is_syncing = False
+            with timed(report.seconds, "sync"):
+                report.figures.update(self._in_main_process(policy.processes, self._ahead.synced))
         return report
 
     def _new_report(self) -> Report:
@@ -420,6 +431,7 @@ class ServerRollout:
                 f"the {len(rows)} prompts of this step are not the {len(ahead.rows)} that were generated ahead: "
                 "the trainer no longer draws its batches as rollout.overlap expects. Set it to false."
             )
+        self._is_syncing = False
         samples = self._in_main_process(policy.processes, lambda: self._counted(ahead.take, report))
         report.seconds["rollout_hidden"] = ahead.hidden_s
         return samples, ahead.version
@@ -430,6 +442,7 @@ class ServerRollout:
             # In every process, before the replicas wake: they need the memory of the update's cached blocks.
             free_gpu_cache()
             policy.processes.wait_for_everyone()
+        self.settle(policy)
         error = self._prepare(policy)
         return self._in_main_process(policy.processes, lambda: self._step(policy, generate, report), error)
 
@@ -537,22 +550,33 @@ class ServerRollout:
             self._may_be_asleep = False
 
     def _start(self, policy: PolicyView, ahead: Ahead, generate: Callable[[], list], report: Report) -> None:
-        """Sync, then generate in the background."""
-        self._sync(policy, report)
+        """Sync and generate in the background; without rows, sync."""
+        if not ahead.rows:
+            self._sync(policy, report)
+            return
+        self._check_version(policy)
 
         def work() -> list:
             samples = generate()
             self._drop_connections()
             return samples
 
-        if ahead.rows:
-            ahead.start(work)
+        with timed(report.seconds, "sync"):
+            sync = self.sync.begin(policy)
+        self._note_servers(report)
+        ahead.start(sync, work)
 
     def _sync(self, policy: PolicyView, report: Report) -> None:
-        if self._ahead is not None and policy.version != self.sync.served:
-            raise RuntimeError("a new version while requests of the one before are under way, which it would abort")
+        self._check_version(policy)
         with timed(report.seconds, "sync"):
             report.figures.update(self.sync.update(policy))
+        self._note_servers(report)
+
+    def _check_version(self, policy: PolicyView) -> None:
+        if self._ahead is not None and policy.version != self._ahead.version:
+            raise RuntimeError("a new version while requests of the one before are under way, which it would abort")
+
+    def _note_servers(self, report: Report) -> None:
         report.figures.update(server_product=self.product, server_kv_cache=self.kv_cache)
 
     def _counted(self, generate: Callable[[], list], report: Report) -> list:

@@ -1,8 +1,8 @@
 """`rollout.overlap`: the servers generate the next batch while the update runs, one step off-policy.
 
-    step k:  take batch k | sync version k-1, ask for batch k+1 | rewards, reference, update k -> version k
-                                  servers: batch k+1 from version k-1 ------------------------|
-    step k+1: take batch k+1 (wait for what is left) | sync version k, ask for batch k+2 | ...
+    step k:  take batch k | write version k-1 | rewards, reference, update k -> version k
+                       servers: sync version k-1 | batch k+1 from version k-1 ---------|
+    step k+1: take batch k+1 (wait for what is left) | write version k | ...
 
 Batch k+1 is sampled from version k-1 and used to update version k, a lag of one. The importance correction compares
 the policy of step k+1 with the sampler's own log-probs, so it corrects for the lag as it does for the servers'
@@ -10,55 +10,63 @@ different numerics. The first step of a process, and of each pass over the data,
 generates as without overlap and has no lag. A checkpoint holds nothing of the batch in flight, the ledger only what a
 step consumed.
 
-The background thread only does HTTP: collective operations, tokenizing, the sync and its canary stay on the main
-thread, in the same order in every process. It is a daemon, so it keeps no process alive.
+The background thread only does HTTP, that of the sync too: what a sync needs of the policy, its file and its canary
+scores, is taken on the main thread, as are collective operations and tokenizing, in the same order in every process.
+Update k is made only once all replicas serve version k-1; a sync that fails ends the run before it. The thread is a
+daemon, so it keeps no process alive.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 Batches = tuple[list, Any]  # what transformers' `get_batch_samples` returns: a step's batches, and their items
 
 
 class Ahead:
-    """A batch generated in a background thread.
+    """A batch generated in a background thread, after the sync of the version that samples it.
 
     `rows` are all processes' prompts, or the rows of their episodes; `version` is the adapter version that samples.
     After `take`, `hidden_s` is the number of seconds it was generated before anyone waited for it. Only the main
     process starts it.
     """
 
-    def __init__(self, rows: list):
-        self.rows, self.hidden_s = rows, 0.0
-        self.version: int | None = None
-        self._samples: Any = None
-        self._error: BaseException | None = None
+    def __init__(self, rows: list, version: int):
+        self.rows, self.version, self.hidden_s = rows, version, 0.0
+        self._synced: Future[dict[str, Any]] = Future()
+        self._samples: Future[Any] = Future()
         self._started = self._ended = 0.0
 
-    def start(self, generate: Callable[[], Any]) -> None:
-        """Run `generate` in a background thread; it must bound its own time."""
+    def start(self, sync: Callable[[], dict[str, Any]], generate: Callable[[], Any]) -> None:
+        """Run `sync`, then `generate`, in a background thread; they must bound their own time."""
 
         def run() -> None:
             try:
-                self._samples = generate()
-            except BaseException as error:  # re-raised in the thread that takes it
-                self._error = error
-            self._ended = time.perf_counter()
+                self._synced.set_result(sync())
+                self._started = time.perf_counter()
+                samples = generate()
+            except BaseException as error:  # re-raised in the thread that asks
+                if not self._synced.done():
+                    self._synced.set_exception(error)
+                self._samples.set_exception(error)
+            else:
+                self._ended = time.perf_counter()
+                self._samples.set_result(samples)
 
-        self._started = time.perf_counter()
-        self._thread = threading.Thread(target=run, name="rollout-ahead", daemon=True)
-        self._thread.start()
+        threading.Thread(target=run, name="rollout-ahead", daemon=True).start()
+
+    def synced(self) -> dict[str, Any]:
+        """Wait for `sync`; return its figures or raise its error."""
+        return self._synced.result()
 
     def take(self) -> Any:
         """Wait for `generate`; return its result or raise its error."""
         asked = time.perf_counter()
-        self._thread.join()
-        self.hidden_s = min(asked, self._ended) - self._started
-        if self._error is not None:
-            raise self._error
-        return self._samples
+        samples = self._samples.result()
+        self.hidden_s = max(0.0, min(asked, self._ended) - self._started)
+        return samples
 
 
 class Lookahead:

@@ -81,7 +81,11 @@ class AheadSampler(Sampler, Protocol):
     """A sampler that can generate while the update runs (`rollout.overlap`)."""
 
     def begin(self, policy: PolicyView, prompt_ids: list[list[int]]) -> Report:
-        """Start to generate; the next `generate` must be for the same prompts and takes the result."""
+        """Start to sync the policy and then to generate; the next `generate` must be for the same prompts and takes
+        the result."""
+
+    def settle(self, policy: PolicyView) -> Report:
+        """Wait for that sync, before the policy changes; return its figures. A no-op once it was waited for."""
 
 
 class StreamedRows(NamedTuple):

@@ -26,7 +26,7 @@ import numpy as np
 from kit.core.config.schema import Config
 from kit.core.errors import CheckFailed, KitError
 from kit.core.run_directory import RunDir
-from kit.rollout.adapter_file import AdapterFile
+from kit.rollout.adapter_file import AdapterFile, WrittenAdapter
 from kit.rollout.canary import CanaryResult, compare, write_canary
 from kit.rollout.canary_scores import CanaryScorer, Scores
 from kit.rollout.noise import Noise, facts, noise_of
@@ -86,15 +86,41 @@ class AdapterSync:
 
     def update(self, policy: PolicyView) -> dict[str, Any]:
         """Make all replicas serve the policy's version, unless they do; return the figures of the sync."""
-        version = policy.version
-        if version == self.served:
+        if policy.version == self.served:
             return {}
         adapter, scores = self._prepared or (policy.adapter(), None)
         score = (lambda: scores) if self._prepared else (lambda: self.scorer.scores(policy))
         self._prepared = None  # it holds the gathered tensors
+        return self._update(policy.version, adapter, score)
+
+    def begin(self, policy: PolicyView) -> Callable[[], dict[str, Any]]:
+        """Take what `update` needs of the policy, and return the rest of it, which any thread may run once."""
+        version = policy.version
+        if version == self.served:
+            return dict
+        adapter, scores = self._prepared or (policy.adapter(), self.scorer.scores(policy))
+        self._prepared = None
+        self.settle()  # its end deletes what the replicas do not serve
+        started = time.perf_counter()
+        written = WrittenAdapter(adapter.write(self._directory(version), version), adapter.base_hash)
+        write_s = time.perf_counter() - started
+        return lambda: self._update(version, written, lambda: scores, write_s)
+
+    def _directory(self, version: int) -> Path:
+        return self.folder / f"v{version:06d}"
+
+    def _update(
+        self,
+        version: int,
+        adapter: AdapterFile | WrittenAdapter,
+        score: Callable[[], Scores | None],
+        write_s: float = 0.0,
+    ) -> dict[str, Any]:
+        """Make all replicas serve this version; return the figures of the sync. `write_s`: of a written adapter."""
         noise = noise_of(self.config, version)
         self._publish_to_all(version, adapter, score if self.scorer.sequences else None, noise)
-        figures = facts(noise) | {"sync_seconds": {part: round(value, 4) for part, value in self.seconds.items()}}
+        seconds = self.seconds | ({"write": write_s} if write_s else {})
+        figures = facts(noise) | {"sync_seconds": {part: round(value, 4) for part, value in seconds.items()}}
         if results := self.canary.values():
             figures["canary_delta"] = max(result.mean for result in results)
             figures["canary_k3"] = max(result.k3 for result in results)
@@ -147,7 +173,11 @@ class AdapterSync:
             replica.noise(self.session, version, published.noise.sigma, published.noise.seed)
 
     def publish(
-        self, version: int, adapter: AdapterFile, score: Callable[[], Scores | None] | None, noise: Noise | None = None
+        self,
+        version: int,
+        adapter: AdapterFile | WrittenAdapter,
+        score: Callable[[], Scores | None] | None,
+        noise: Noise | None = None,
     ) -> None:
         """Make all replicas serve this version; `CheckFailed`, naming the replica, if one cannot.
 
@@ -158,7 +188,7 @@ class AdapterSync:
         self.settle()
         self._discard_again()
         started = time.perf_counter()
-        directory = adapter.write(self.folder / f"v{version:06d}", version)
+        directory = adapter.write(self._directory(version), version)
         self.seconds["write"] = time.perf_counter() - started
         with ThreadPoolExecutor(1) as pool:
             what = self._stage_arguments(version, directory, adapter.base_hash)

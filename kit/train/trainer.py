@@ -514,6 +514,7 @@ class PolicyTrainer(GRPOTrainer):
         drawn = self.draw(rows)
         self._log_drawn(drawn)
         if self.heldout and self.heldout.is_due(step):
+            self._settle_sync()
             self._measure_heldout()
         if self.resampler:
             drawn = self._resample(drawn)
@@ -691,6 +692,14 @@ class PolicyTrainer(GRPOTrainer):
         prompt_ids = self._token_ids([row["prompt"] for row in ahead]) if ahead else []
         return cast(AheadSampler, self.sampler).begin(self.policy, prompt_ids)
 
+    def _settle_sync(self) -> None:
+        """Wait until the replicas serve the version before this step's update, which they sync during the step
+        (`rollout.overlap`)."""
+        if self.config.rollout.overlap:
+            report = cast(AheadSampler, self.sampler).settle(self.policy)
+            self.figures.add(report)
+            self.figures.seconds["rollout"] += report.seconds.get("sync", 0.0)  # a part of it in every step
+
     def _truncated(self, prompt_ids: list[list[int]], made: Rollouts) -> list[bool]:
         """Which completions were cut at their token limit."""
         if made.episodes is not None:
@@ -768,7 +777,10 @@ class PolicyTrainer(GRPOTrainer):
             if STREAM in inputs:
                 with contextlib.closing(inputs[STREAM]) as batches:
                     return self.policy_step.streamed_loss(model, batches, inputs[ROWS])
-            return self.policy_step.loss(model, inputs, self.current_gradient_accumulation_steps)
+            loss = self.policy_step.loss(model, inputs, self.current_gradient_accumulation_steps)
+            if self.accelerator.sync_gradients:
+                self._settle_sync()
+            return loss
         except SamplerIsNotThePolicy:
             record = self._record({}, self.state.global_step + 1)
             self._send_figures(record)

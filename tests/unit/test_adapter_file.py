@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kit.core.errors import CheckFailed, MachineFailed
-from kit.rollout.adapter_file import AdapterFile
+from kit.rollout.adapter_file import AdapterFile, WrittenAdapter
 from tests.unit.test_policy_files import BASE, small_model
 
 
@@ -44,6 +44,20 @@ def test_every_version_holds_the_factors_as_they_were_when_it_was_written(tmp_pa
             ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         )
     assert sorted(one.name for one in tmp_path.iterdir()) == ["v4", "v5"]
+
+
+def test_a_written_version_is_copied_only_to_another_folder(tmp_path):
+    model = small_model()
+    folder = AdapterFile(model, torch.float32, BASE).write(tmp_path / "a" / "v1", 1)
+    expected = load_file(folder / "adapter_model.safetensors")
+    for one in model.parameters():
+        one.data.zero_()  # the trainer has gone on
+    written = WrittenAdapter(folder, BASE)
+    assert written.write(folder, 1) == folder and written.base_hash == BASE
+    other = written.write(tmp_path / "b" / "v1", 1)
+    for place in (folder, other):
+        found = load_file(place / "adapter_model.safetensors")
+        assert all(torch.equal(found[name], one) for name, one in expected.items())
 
 
 def test_a_version_written_again_replaces_the_first_and_its_data_is_aligned(tmp_path):

@@ -30,6 +30,7 @@ from tests.conftest import CONFIG
 from tests.unit.fake_replica import FakeReplica
 from tests.unit.test_heldout import learned
 from tests.unit.test_rollout import GROUP, rollout, served, tokenizer, view  # noqa: F401
+from tests.unit.test_sync import Adapter
 
 STEPS, GROUPS, WAIT_S = 6, 4, 20
 # A pass over the data is four steps: 16 problems, 4 a step, in two forwards of 8 completions.
@@ -230,6 +231,36 @@ def test_a_replica_that_fails_behind_the_update_ends_the_next_step_as_a_strict_r
     assert [line["step"] for line in read_jsonl(tmp_path / "run/ledger.jsonl")] == [1, 2, 3]
 
 
+def test_no_update_is_made_before_the_replicas_serve_the_version_before_it(train, replica, tmp_path, read_jsonl):
+    served = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            served.append((state.global_step, replica.served[1]))
+
+    replica.before["activate"] = lambda body: time.sleep(2.0)  # longer than the rest of a step
+    try:
+        train(tmp_path / "run", True, {"train.max_steps": 3}, Watch())
+    finally:
+        replica.before = {"generate": replica.answer_all}
+    assert served == [(0, 0), (1, 1), (2, 2)]
+    rows = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert all(row["sync_seconds"]["activate"] > 1.5 for row in rows), "the figures of a step are those of its sync"
+    for row in rows:
+        assert 0 < row["seconds"]["sync"] <= row["seconds"]["rollout"]
+        assert sum(phases(row).values()) == pytest.approx(row["seconds"]["step"], rel=0.02)
+
+
+def test_a_sync_that_fails_behind_a_step_ends_the_run_before_its_update(train, replica, tmp_path, read_jsonl):
+    replica.before["activate"] = lambda body: (500, {"error": "no blocks"}) if body["version"] == 1 else None
+    try:
+        with pytest.raises(CheckFailed, match=r"did not switch to adapter version 1: .*no blocks"):
+            train(tmp_path / "run", True)
+    finally:
+        replica.before = {"generate": replica.answer_all}
+    assert [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1]
+
+
 def test_a_lag_that_moves_the_policy_too_far_is_named_as_a_cause(train, replica, tmp_path):
     changes = {"data.max_train_problems": 200, "train.learning_rate": 1.0}
     # Step 1 compares equal versions; what it finds is the stand-in's own distance.
@@ -266,6 +297,26 @@ def test_what_was_begun_is_taken_once(begun):
     assert found.fakes[0].calls == ["generate"] * 4
 
 
+def test_the_replicas_sync_while_the_trainer_goes_on_and_it_waits_before_the_policy_changes(rollout):  # noqa: F811
+    found = served(rollout(1, None, "--rollout.overlap=true", "--rollout.backend=server"))
+    fake, policy = found.fakes[0], view(version=2, adapter=Adapter)
+    asked, may_load = threading.Event(), threading.Event()
+
+    def stage(body: dict) -> None:
+        asked.set()
+        assert may_load.wait(WAIT_S)
+
+    fake.before["stage"] = stage
+    report = found.begin(policy, PROMPTS)
+    assert asked.wait(WAIT_S) and report.seconds["sync"] < WAIT_S / 2 and "sync_seconds" not in report.figures
+    assert found.sync.served == 1 and "generate" not in fake.calls
+    may_load.set()
+    settled = found.settle(policy)
+    assert found.sync.served == 2 and {"write", "stage", "activate"} <= settled.figures["sync_seconds"].keys()
+    assert found.settle(policy).figures == {}, "figures of a sync are reported once"
+    assert found.generate(policy, PROMPTS).version == 2 and fake.calls.count("stage") == 1
+
+
 def test_other_prompts_than_those_begun_are_an_error(begun):
     found, policy = begun
     with pytest.raises(CheckFailed, match="the 2 prompts of this step are not the 4 that were generated ahead"):
@@ -290,10 +341,20 @@ def test_no_version_is_changed_while_requests_are_under_way_and_the_end_of_a_run
 
 
 def test_an_error_of_the_background_is_raised_where_it_is_taken():
-    ahead = Ahead([[1]])
-    ahead.start(lambda: 1 // 0)
+    ahead = Ahead([[1]], version=1)
+    ahead.start(dict, lambda: 1 // 0)
+    assert ahead.synced() == {}
     with pytest.raises(ZeroDivisionError):
         ahead.take()
+
+
+def test_a_sync_that_fails_in_the_background_is_raised_by_either_and_nothing_is_generated():
+    ahead, generated = Ahead([[1]], version=1), []
+    ahead.start(lambda: {"sync": 1 // 0}, lambda: generated.append(1))
+    for ask in (ahead.synced, ahead.take):
+        with pytest.raises(ZeroDivisionError):
+            ask()
+    assert not generated
 
 
 @pytest.mark.parametrize(
@@ -354,9 +415,9 @@ def test_nothing_is_drawn_beyond_the_last_step():
 
 
 def test_what_is_hidden_ends_when_someone_waits_or_all_is_there():
-    slow, quick = Ahead([[1]]), Ahead([[1]])
-    quick.start(lambda: None)
-    slow.start(lambda: time.sleep(3.0))
+    slow, quick = Ahead([[1]], 1), Ahead([[1]], 1)
+    quick.start(dict, lambda: None)
+    slow.start(dict, lambda: time.sleep(3.0))
     slow.take()  # someone waits from the start
     quick.take()  # all has been there for three seconds
     assert slow.hidden_s < 2.5 and quick.hidden_s < 2.5

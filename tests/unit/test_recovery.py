@@ -291,7 +291,9 @@ def test_a_replica_whose_canary_is_off_is_started_again_until_it_is_not(kept):
         fake.holds = 9 if fake.pid == 2 else None
 
     fake.come_back = come_back_wrong_once
+    it.fakes[1].calls.clear()
     publish(it, 2)
+    assert it.fakes[1].calls.count("stage") == 2, "the other replica is asked again when both are right"
     assert [one.served for one in it.fakes] == [(it.sync.session, 2)] * 2
     assert [request.pid for _, request in it.requests] == [1, 2]
     assert all("its log-probs differ from the trainer's" in request.reason for _, request in it.requests)

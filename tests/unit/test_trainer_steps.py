@@ -414,7 +414,11 @@ def test_what_is_sampled_is_recorded_counted_and_followed_by_what_is_due(policy,
 
         def begin(self, policy, prompt_ids):
             order.append(("begin", prompt_ids))
-            return Report({"sync_seconds": {}}, {"sync": 0.25})
+            return Report({}, {"sync": 0.125})
+
+        def settle(self, policy):
+            order.append("settled")
+            return Report({"sync_seconds": {}}, {"sync": 0.125})
 
     def measure(sampler, policy, tokenize) -> float:
         order.append("held out")
@@ -451,13 +455,15 @@ def test_what_is_sampled_is_recorded_counted_and_followed_by_what_is_due(policy,
     )
     made.state.num_input_tokens_seen = 100
     batch = made.sample(rows)
-    expected = [("generate", [[1] * 3] * 2), ("begin", [[4] * 3]), "rewards", "held out", "reference"]
-    assert order == [one for one in expected if (overlap or one[0] != "begin") and (due or one != "held out")]
+    of_overlap, of_heldout = [("begin", [[4] * 3])] * overlap, ["settled"] * overlap + ["held out"]
+    assert order == [("generate", [[1] * 3] * 2), *of_overlap, "rewards", *of_heldout * due, "reference"]
     assert made.recorder.ledgers == [(7, ["b", "a"])] and asked == [7]
     assert made.figures.counts == {"completion_tokens": 7 * processes, "tokens": 13 * processes}
     assert made.state.num_input_tokens_seen == 100 + 13 * processes
     assert made.figures.version == 4 and made.figures.values["canary_delta"] == 0.1
-    assert made.figures.seconds["rollout_hidden"] == 0.5 and made.figures.seconds["sync"] == 0.25 * overlap
+    assert made.figures.seconds["rollout_hidden"] == 0.5 and made.figures.seconds["sync"] == 0.125 * overlap * (
+        1 + due
+    )
     assert made.figures.values.get("heldout_accuracy") == (0.25 if due else None)
     assert batch["advantages"].tolist() == [0.5, -0.5]
     assert batch["completion_mask"].tolist() == [[1, 1, 0, 0, 0], [0] * 5], "the second has no end"

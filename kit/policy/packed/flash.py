@@ -132,15 +132,15 @@ class FlashMask(BlockMask):
         parts = [np.array([0, *accumulate(one)]) for one in (lengths, behind, prompts, keys)] + places
         # One tensor, so that the device is waited for once.
         whole = torch.from_numpy(np.concatenate([one.ravel() for one in parts]).astype(np.int32)).to(device)
-        own, queries, prompt_ends, ends, *found = whole.split([one.size for one in parts])
+        own, queries, prompt_ends, ends, *joined = whole.split([one.size for one in parts])
         # A longest query of one takes a different path in the kernels, with a different log-sum-exp layout.
         self.own = (own, longest[0])
         self.shared = (queries, prompt_ends, *longest[1:3], first, then) if prompts else None
-        self.joined = None
+        self.joined: Joined | None = None
         if places:
-            copies, is_copy = (one.view(places[-1].shape) for one in found[2:])
-            is_copy = None if places[-1].all() else is_copy.bool()
-            self.joined = Joined(ends, longest[3], *found[:2], copies, is_copy)
+            source, place, copies, is_copy = joined
+            some = None if places[-1].all() else is_copy.view(places[-1].shape).bool()
+            self.joined = Joined(ends, longest[3], source, place, copies.view(places[-1].shape), some)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -182,9 +182,10 @@ class _Attention(torch.autograd.Function):
         saved, grad, mask = Saved(*ctx.saved_tensors), grad.contiguous(), ctx.mask
         (_, backward), (_, shared_backward) = (_kernels(one) for one in mask.kernels)
         if mask.joined and mask.kernels[0] in JOINED_BACKWARD:
-            joined, keys = mask.joined, [one.index_select(0, mask.joined.source) for one in saved[1:3]]
+            joined = mask.joined
+            key, value = (one.index_select(0, joined.source) for one in (saved.key, saved.value))
             span = _joined_span(mask.own, (joined.ends, joined.longest), ctx.scale)
-            for_query, *for_keys = backward(grad, Saved(saved.query, *keys, saved.out, saved.lse), span)
+            for_query, *for_keys = backward(grad, saved._replace(key=key, value=value), span)
             return for_query, *(joined.gradient(one) for one in for_keys), None, None
         found = backward(grad, saved, _own_span(mask.own, ctx.scale))
         if mask.shared:
