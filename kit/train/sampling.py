@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from trl.trainer.utils import nanstd, pad
+from trl.trainer.utils import nanstd
 
 from kit.policy.routing import UNKNOWN
 from kit.rollout.policy_view import Rollouts
@@ -27,24 +27,36 @@ def row_tensors(
     """Ids and masks of prompts, padded on the left, and of completions, padded on the right, both to a `multiple`;
     completions that are `truncated` are masked."""
 
-    def padded(rows: list[list], value: float, side: str) -> torch.Tensor:
-        tensors = [torch.tensor(row) for row in rows]
-        return pad(tensors, padding_value=value, padding_side=side, pad_to_multiple_of=multiple).to(device)
+    def padded(rows: list[list], value: float, side: str, kind: type = np.int64) -> torch.Tensor:
+        return torch.from_numpy(padded_rows(rows, value, side, multiple, kind)).to(device)
 
     found = {}
     for name, rows, side in (("prompt", prompt_ids, "left"), ("completion", rollouts.token_ids, "right")):
         found[f"{name}_ids"] = padded(rows, padding, side)
-        found[f"{name}_mask"] = padded([[1] * len(row) for row in rows], 0, side)
+        found[f"{name}_mask"] = padded([np.ones(len(row), np.int64) for row in rows], 0, side)
     if any(truncated):
         kept = ~torch.tensor(truncated, device=device)
         found["completion_mask"] = found["completion_mask"] * kept.unsqueeze(1).int()
     if rollouts.episodes is not None:
         found["sampled_mask"] = padded([one.sampled for one in rollouts.episodes], 0, "right")
     if rollouts.logps is not None:
-        found["sampling_per_token_logps"] = padded(rollouts.logps, 0.0, "right")
+        found["sampling_per_token_logps"] = padded(rollouts.logps, 0.0, "right", np.float32)
     if rollouts.experts is not None:
         width = found["prompt_ids"].shape[1], found["completion_ids"].shape[1]
         found["sampling_experts"] = expert_rows(rollouts.experts, [len(ids) for ids in prompt_ids], *width).to(device)
+    return found
+
+
+def padded_rows(
+    rows: list[list] | list[np.ndarray], value: float, side: str, multiple: int | None, kind: type
+) -> np.ndarray:
+    """Rows of numbers as (B, W) of a dtype, filled up with `value` on the left or right `side` to the longest, rounded
+    up to a `multiple`: what TRL's `pad` makes of a tensor per row, without these."""
+    width = max(map(len, rows))
+    found = np.full((len(rows), -(-width // (multiple or 1)) * (multiple or 1)), value, kind)
+    for line, row in zip(found, rows, strict=True):
+        if len(row):
+            line[slice(-len(row), None) if side == "left" else slice(len(row))] = row
     return found
 
 
