@@ -57,7 +57,6 @@ class ServerRollout:
         if (wait_s := allowed_wait_s()) is not None:
             self.sync.recovery = Recovery(self.replicas, run, wait_s, self.sync.restore)
         self._ahead: Ahead | None = None
-        self._is_syncing = False  # in every process: since `begin`, until `settle`
         self._infos: dict[str, Info] = {}
         self._served: int | None = None  # the same in every process
         self._may_be_asleep = False
@@ -406,15 +405,14 @@ class ServerRollout:
         start = lambda: self._start(policy, ahead, lambda: generate(ahead.rows), report)  # noqa: E731
         self._in_main_process(policy.processes, start, error)
         self._ahead = ahead if ahead.rows else None
-        self._is_syncing = self._ahead is not None
         return report
 
     def settle(self, policy: PolicyView) -> Report:
         """Wait until all replicas serve the version whose sync `begin` started, as they do before the policy changes;
         the figures of that sync. Called by all processes together."""
         report = Report({}, {})
-        if self._is_syncing:
-            self._is_syncing = False
+        if self._ahead is not None and not self._ahead.is_synced:
+            self._ahead.is_synced = True
             with timed(report.seconds, "sync"):
                 report.figures.update(self._in_main_process(policy.processes, self._ahead.synced))
         return report
@@ -431,7 +429,6 @@ class ServerRollout:
                 f"the {len(rows)} prompts of this step are not the {len(ahead.rows)} that were generated ahead: "
                 "the trainer no longer draws its batches as rollout.overlap expects. Set it to false."
             )
-        self._is_syncing = False
         samples = self._in_main_process(policy.processes, lambda: self._counted(ahead.take, report))
         report.seconds["rollout_hidden"] = ahead.hidden_s
         return samples, ahead.version

@@ -29,12 +29,12 @@ class Ahead:
     """A batch generated in a background thread, after the sync of the version that samples it.
 
     `rows` are all processes' prompts, or the rows of their episodes; `version` is the adapter version that samples.
-    After `take`, `hidden_s` is the number of seconds it was generated before anyone waited for it. Only the main
-    process starts it.
+    `is_synced` says that the sync was waited for. After `take`, `hidden_s` is the number of seconds it was generated
+    before anyone waited for it. Only the main process starts it.
     """
 
     def __init__(self, rows: list, version: int):
-        self.rows, self.version, self.hidden_s = rows, version, 0.0
+        self.rows, self.version, self.is_synced, self.hidden_s = rows, version, False, 0.0
         self._synced: Future[dict[str, Any]] = Future()
         self._samples: Future[Any] = Future()
         self._started = self._ended = 0.0

@@ -27,8 +27,8 @@ def row_tensors(
     """Ids and masks of prompts, padded on the left, and of completions, padded on the right, both to a `multiple`;
     completions that are `truncated` are masked."""
 
-    def padded(rows: list[list], value: float, side: str, kind: type = np.int64) -> torch.Tensor:
-        return torch.from_numpy(padded_rows(rows, value, side, multiple, kind)).to(device)
+    def padded(rows: list[list], value: float, side: str, dtype: type = np.int64) -> torch.Tensor:
+        return torch.from_numpy(padded_rows(rows, value, side, multiple or 1, dtype)).to(device)
 
     found = {}
     for name, rows, side in (("prompt", prompt_ids, "left"), ("completion", rollouts.token_ids, "right")):
@@ -48,12 +48,12 @@ def row_tensors(
 
 
 def padded_rows(
-    rows: list[list] | list[np.ndarray], value: float, side: str, multiple: int | None, kind: type
+    rows: list[list] | list[np.ndarray], value: float, side: str, multiple: int, dtype: type
 ) -> np.ndarray:
     """Rows of numbers as (B, W) of a dtype, filled up with `value` on the left or right `side` to the longest, rounded
     up to a `multiple`: what TRL's `pad` makes of a tensor per row, without these."""
     width = max(map(len, rows))
-    found = np.full((len(rows), -(-width // (multiple or 1)) * (multiple or 1)), value, kind)
+    found = np.full((len(rows), -(-width // multiple) * multiple), value, dtype)
     for line, row in zip(found, rows, strict=True):
         if len(row):
             line[slice(-len(row), None) if side == "left" else slice(len(row))] = row

@@ -98,12 +98,14 @@ def attention_backward(
 
 def bucket_of(query: torch.Tensor, key: torch.Tensor, span: Span) -> Bucket:
     """Bucket of a call."""
-    for tokens, heads, dim in (key.shape, query.shape):
-        if tokens * heads * dim > _OFFSETS:
+    for one in (query, key):
+        if one.numel() > _OFFSETS:
+            tokens, heads, dim = one.shape
             raise BadInput(
                 f"train.packed_attention is cudnn, and a packed row of {tokens:,} tokens with {heads} heads of {dim} "
                 f"is longer than its kernels count ({_OFFSETS // (heads * dim):,}). Lower train.micro_batch_tokens."
             )
+    tokens, heads, dim = query.shape
     queries, keys = (-(-one // TOKENS) * TOKENS for one in (tokens, len(key)))
     return Bucket(
         sequences=len(span.query_ends) - 1,
