@@ -8,6 +8,8 @@ learned. For rollouts from a server see rollout_8b.py.
     python bench/path_8b.py --part parallel --launchers ddp zero3 fsdp2  # the memory of each card, whole and split
     python bench/path_8b.py --part levers --launchers ddp zero3 fsdp2  # fine-tuning, levers off and on
     python bench/path_8b.py --part levers --launchers ddp fsdp2 --processes 4  # four GPUs
+    python bench/path_8b.py --part model --shape 32b --layers 64  # only the model, for a later call
+    python bench/path_8b.py --part levers --shape 32b --layers 64 --launchers fsdp2 zero3 --sides levers
     python bench/path_8b.py --part levers --rehearse  # every part on two CPU cores: a tiny shape, one process and DDP
 
 Prints a table last. Needs torch with CUDA, bitsandbytes, trl.
@@ -76,6 +78,20 @@ def make_model(
     model.save_pretrained(directory, max_shard_size="4GB")
     tokenizer.save_pretrained(directory)
     return sum(p.numel() for p in model.parameters()) / 1e9
+
+
+def write_model(work: Path, layers: int, shape: dict[str, int]) -> None:
+    """Write tokenizer and model into `work`, unless an earlier call did."""
+    written = work / "model.json"
+    facts = {"layers": layers, **shape}
+    if written.is_file() and json.loads(written.read_text()) == facts:
+        return
+    written.unlink(missing_ok=True)
+    command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
+    started = time.perf_counter()
+    billions = make_model(work / "model", work / "tiny", layers, sizes=shape)
+    written.write_text(json.dumps(facts))
+    print(f"model: {billions:.2f} B parameters, {time.perf_counter() - started:.0f} s", flush=True)
 
 
 def command(name: str, arguments: list[str], logs: Path) -> tuple[float, str]:
@@ -184,15 +200,14 @@ def fine_tune(name: str, work: Path, launcher: str, levers: str) -> dict:
     }
 
 
-def levers_part(
-    work: Path, layers: int, launchers: list[str], shape: dict[str, int], words: int, out: Path | None
-) -> None:
+def levers_part(work: Path, launchers: list[str], sides: list[str], words: int, out: Path) -> None:
     """Print what fine-tuning takes with the levers off and on; exit 1 if a split base computes another loss."""
-    command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
-    make_model(work / "model", work / "tiny", layers, sizes=shape)
     demonstrations(work / "demonstrations.jsonl", words=words)
-    rows = [fine_tune(f"{one}-{levers}", work, one, levers) for levers in LEVERS for one in launchers]
-    (out or work / "levers.json").write_text(json.dumps(rows, indent=2))
+    rows = []
+    for levers in sides:
+        for one in launchers:
+            rows.append(fine_tune(f"{one}-{levers}", work, one, levers))
+            out.write_text(json.dumps(rows, indent=2))
     print(f"{f'{ROWS} rows of about {6 * words:,} tokens':<32} update s   tok/s  GiB a card  loss of each step")
     for one in rows:
         losses = " ".join(f"{value:.4f}" for value in one["loss"])
@@ -226,13 +241,14 @@ def row(name: str, metrics: list[dict]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--work", type=Path, help="default /tmp/path8b, of a rehearsal a new directory")
-    parser.add_argument("--part", choices=("local", "parallel", "levers"), required=True)
+    parser.add_argument("--part", choices=("model", "local", "parallel", "levers"), required=True)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument(
         "--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS), help="of parallel and levers"
     )
+    parser.add_argument("--sides", nargs="+", choices=LEVERS, default=list(LEVERS), help="of levers")
     parser.add_argument("--processes", type=int, default=2, help="of every launcher but one_gpu, a card each")
-    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of levers")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument(
         "--rehearse",
         action="store_true",
@@ -251,13 +267,16 @@ def main() -> None:
     if ROWS % options.processes:
         parser.error(f"--processes {options.processes} does not divide the {ROWS} rows of a step")
     LAUNCHERS.update({name: options.processes for name, count in LAUNCHERS.items() if count > 1})
+    write_model(work, layers, shape)
+    if options.part == "model":
+        return
     if options.part == "levers":
         words = 8 if options.rehearse else 160
-        return levers_part(work, layers, options.launchers, shape, words, options.out)
+        return levers_part(work, options.launchers, options.sides, words, options.out or work / "levers.json")
     if options.part == "local":
-        rows, seconds = local_part(work, layers, shape, extra)
+        rows, seconds = local_part(work, extra)
     else:
-        rows, seconds = parallel_part(work, layers, shape, extra, options.launchers)
+        rows, seconds = parallel_part(work, extra, options.launchers)
     if options.out:
         options.out.write_text(json.dumps({"rows": rows, "seconds": seconds}, indent=2))
     print("64 completions x 256 tokens step s  rollout  update   roll tok/s  upd tok/s  GiB in rollout, update")
@@ -271,10 +290,8 @@ def main() -> None:
     print({name: round(value) for name, value in seconds.items()})
 
 
-def local_part(work: Path, layers: int, shape: dict[str, int], extra: list[str]) -> tuple[list[dict], dict]:
+def local_part(work: Path, extra: list[str]) -> tuple[list[dict], dict]:
     """Rows and seconds of the parts that need no server."""
-    command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
-    print(f"model: {make_model(work / 'model', work / 'tiny', layers, sizes=shape):.2f} B parameters", flush=True)
     rows, seconds = [row("in process", train("inproc", work, extra))], {}
     config = ["--config", CONFIG, "--model.path", str(work / "model"), "--model.dtype", "bfloat16"]
     seconds["merge base"], _ = command("base", ["-m", "merge", "base", *config, "--out", str(work / "deq")], work)
@@ -284,12 +301,8 @@ def local_part(work: Path, layers: int, shape: dict[str, int], extra: list[str])
     return rows, seconds
 
 
-def parallel_part(
-    work: Path, layers: int, shape: dict[str, int], extra: list[str], launchers: list[str]
-) -> tuple[list[dict], dict]:
+def parallel_part(work: Path, extra: list[str], launchers: list[str]) -> tuple[list[dict], dict]:
     """Rows of the same steps on one GPU and on two, with the base whole on each and split over both."""
-    command("tiny", ["recipes/tiny_base.py", "--out", str(work / "tiny"), "--steps", "0"], work)
-    make_model(work / "model", work / "tiny", layers, sizes=shape)
     rows, seconds = [], {}
     for launcher in launchers:
         started, processes = time.perf_counter(), LAUNCHERS[launcher]

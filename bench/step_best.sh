@@ -13,7 +13,7 @@
 #   stream_B          the update begins with the first groups, strictly on-policy
 #   sleep_A           both cards in turn, replicas asleep during the update
 #   mixed_A           overlapped on both cards: each trains and samples at once; MPS=1 lets their kernels run together
-#   ours_AB, ours_CD, over_AC, our_C_over_AB    several rows by one server
+#   ours_AB, ours_CD, over_ACD, our_C_over_AB   several rows by one server; over_ with any of the works
 #   update, remerge   bench_update.py on the first card, also Unsloth with UNSLOTH_PATH; remerge_weights.py on the second
 #   flashinfer        wait for its kernels, which `prepare` compiles with FLASHINFER_PATH, a folder to import it from, on
 #                     COMPILE_CARD, unless there is a file flashinfer in WORK; our servers use it from then on, in works C
@@ -76,7 +76,6 @@ part() { # part CARDS NAME
         default_[A-D]) step "$1" "$2" --loads "${2#default_}" $WARM ;;
         ours_AB) ours "$1" "$2" "A B" $KV_AB "$VB+both" "$VB+both+$STREAM@B" "$V+$STREAM@B" "$V+overlap" ;;
         our_[AB]) ours "$1" "$2" "${2#our_}" $KV_AB "$VB+both" ;;
-        over_[AB]) ours "$1" "$2" "${2#over_}" $KV_AB "$V+overlap" ;;
         stream_B) ours "$1" "$2" B $KV_AB "$VB+both+$STREAM" "$V+$STREAM" ;;
         ours_CD) ours "$1" "$2" "C D" $KV_C "$VB+both" ;;
         our_C) ours "$1" "$2" C $KV_C "$VB+both" ;;
@@ -84,9 +83,9 @@ part() { # part CARDS NAME
         our_C_over_AB) ours "$1" "$2" "A B C" $KV_C "$VB+both@C" "$V+overlap@B" "$V+overlap@A" ;;
         sleep_[ABD]) ours "$1" "$2" "${2#sleep_}" $KV_AB "$V+both+server.sleep=true" ;;
         mixed_[ABD]) ours "$1" "$2" "${2#mixed_}" $KV_AB "$VB+both+overlap" ;;
-        over_C) ours "$1" "$2" C $KV_OVER_C "$V+overlap" ;;
-        over_AC) ours "$1" "$2" "A C" $KV_OVER_C "$V+overlap" ;;
+        over_*C*) ours "$1" "$2" "$(sed 's/./& /g' <<<"${2#over_}")" $KV_OVER_C "$V+overlap" ;;
         over_D) ours "$1" "$2" D $KV_D "$V+overlap" ;;
+        over_*) ours "$1" "$2" "$(sed 's/./& /g' <<<"${2#over_}")" $KV_AB "$V+overlap" ;;
         update)
             CUDA_VISIBLE_DEVICES=${1%%,*} $PYTHON bench/bench_update.py \
                 --cases plain fp8+kernels+mlp+logits+shared+none+adamw_fused+cudnn ${UNSLOTH_PATH:+unsloth} \

@@ -32,8 +32,7 @@ from kit.core.config.distill_rules import settled
 from kit.core.config.schema import Config, DistillConfig
 from kit.core.errors import BadInput
 from kit.core.run_directory import RunDir
-from kit.policy.packed.attention import mask_kind, use_packed_attention
-from kit.policy.packed.packing import pack_rows, read_rows
+from kit.policy.packed.attention import use_packed_attention
 from kit.policy.teacher import Teacher
 from kit.train.loss import LossFunction
 from kit.train.rows import padded_positions, takes_positions, whole_rows
@@ -181,22 +180,18 @@ class DistillStep(PolicyStep):
 
     def batch(self, student: torch.nn.Module, inputs: dict) -> Batch:
         """Rows as inputs of the student: padded, or with `train.micro_batch_tokens` in one pack."""
-        ids, mask = whole_rows(inputs)  # (b, W)
-        width, length, train = ids.size(1), inputs["completion_ids"].size(1), self.config.train
-        if train.micro_batch_tokens is None:
+        if self.config.train.micro_batch_tokens is None:
+            ids, mask = whole_rows(inputs)  # (b, W)
+            width, length = ids.size(1), inputs["completion_ids"].size(1)
             row, column = inputs["completion_mask"].nonzero(as_tuple=True)
             label = row * width + width - length + column
             given = {"input_ids": ids, "attention_mask": mask}
             if takes_positions(student):
                 given["position_ids"] = padded_positions(mask)
             return Batch(given, label - 1, ids.flatten()[label], row * length + column)
-        rows = read_rows(ids, mask, length)
-        kind = mask_kind(student, ids.device, train.packed_attention)
-        packed = pack_rows(rows, list(range(len(ids))), train.share_prompts, ids, kind)
-        label = torch.from_numpy(packed.label_index).to(ids.device)
-        row, column = label // width, label % width - (width - length)
+        packed, place, _ = self.pack(inputs)
         given = {"input_ids": packed.tokens, "attention_mask": packed.mask, "position_ids": packed.positions}
-        return Batch(given, packed.scored, packed.labels[0, packed.scored], row * length + column)
+        return Batch(given, packed.scored, packed.labels[0, packed.scored], place)
 
     def _compare(
         self, states: torch.Tensor, head: Head, batch: Batch, sampler: torch.Tensor

@@ -10,12 +10,14 @@ from kit.policy.routing import Routing, routed
 
 # Entries that a batch's first forward adds to its rows, for further updates with them.
 KEPT = ("old_per_token_logps", "ref_per_token_logps")
+PACK = "pack"  # of a micro-batch: how these rows are packed, and no others
 
 
 def take_rows(inputs: dict, rows: list[int] | torch.Tensor) -> dict:
-    """Select rows of a batch; entries that are not per row are kept."""
+    """Select rows of a batch; entries that are not per row are kept, except its pack."""
     index = torch.as_tensor(rows, device=inputs["completion_ids"].device)
-    return {key: value[index] if torch.is_tensor(value) and value.ndim else value for key, value in inputs.items()}
+    values = {key: value for key, value in inputs.items() if key != PACK}
+    return {key: value[index] if torch.is_tensor(value) and value.ndim else value for key, value in values.items()}
 
 
 def keep_scores(inputs: dict, parts: list[dict], plan: list[list[int]]) -> None:

@@ -31,7 +31,7 @@ from kit.core.errors import CheckFailed
 from kit.core.run_directory import RunDir
 from kit.policy.adapter_dropout import SEED, adapter_dropouts, seed_of, seeded
 from kit.policy.packed import sequence_parallel
-from kit.policy.packed.packing import packed_logps, plan_micro_batches
+from kit.policy.packed.packing import Pack, make_pack, pack_logps, plan_micro_batches
 from kit.policy.routing import Routing
 from kit.train.figures import StepFigures
 from kit.train.loss import LossFigures, LossFunction, LossInputs, LossSettings, compute_loss, entropy_threshold
@@ -40,6 +40,7 @@ from kit.train.own_loss import LossFailed
 from kit.train.record import keep_traceback
 from kit.train.replay import OLD as REPLAYED
 from kit.train.rows import (
+    PACK,
     keep_own_scores,
     keep_scores,
     loss_mask,
@@ -167,6 +168,8 @@ class PolicyStep:
         parts = [inputs] if len(plan) == 1 and not idle else [take_rows(inputs, rows) for rows in plan] + idle
         for number, part in enumerate(parts if self.dropouts else ()):
             part[SEED] += number
+        for part in parts if self.config.train.micro_batch_tokens else ():
+            self.pack(part)
         self._score_packs(parts)
         return plan, parts
 
@@ -349,15 +352,15 @@ class PolicyStep:
         if train.micro_batch_tokens is None:
             given = *whole_rows(rows), columns, compute_entropy, routing, self.field
             return padded_logps(self.accelerator, model, *given)
-        return packed_logps(
-            *(self, model, *whole_rows(rows), columns),
-            share_prompts=train.share_prompts,
-            compute_entropy=compute_entropy,
-            attention=train.packed_attention,
-            routing=routing,
-            field=self.field,
-            group=self.group,
-        )
+        return pack_logps(self, model, self.pack(rows), compute_entropy, routing, self.field, self.group)
+
+    def pack(self, rows: dict) -> Pack:
+        """The pack of a micro-batch, made once for all of its passes."""
+        if PACK not in rows:
+            train, data = self.config.train, (*whole_rows(rows), rows["completion_ids"].size(1))
+            settings = train.share_prompts, train.packed_attention, self.group
+            rows[PACK] = make_pack(self, self.policy.model, *data, *settings)
+        return rows[PACK]
 
     def _routing(self, rows: dict, is_counted: bool) -> Routing | None:
         """The sampler's experts for all tokens of the rows; None: the trainer's own. Policy and reference use the

@@ -12,6 +12,7 @@ back, by the methods above. `tests/unit/test_trl_seams.py` fails when upstream c
 
 import contextlib
 import copy
+import itertools
 import math
 import os
 import time
@@ -709,7 +710,10 @@ class PolicyTrainer(GRPOTrainer):
         return [not self.stop_texts.has_ended(prompt, ids, most, ends) for prompt, ids in rows]
 
     def _token_ids(self, prompts: list[list[dict]]) -> list[list[int]]:
-        return self._tokenize_prompts(copy.deepcopy(prompts))[0]  # TRL prepares messages in place
+        """Token ids of prompts; equal ones in a row, as those of a group, are rendered once."""
+        alike = [list(one) for _, one in itertools.groupby(prompts)]
+        made = self._tokenize_prompts(copy.deepcopy([one[0] for one in alike]))[0]  # TRL prepares messages in place
+        return [[*ids] for ids, one in zip(made, alike, strict=True) for _ in one]
 
     def _tokens(self, prompt_ids: list[list[int]], made: Rollouts) -> tuple[int, int]:
         """The tokens that the model wrote, and all that an update with them computes, over all processes."""

@@ -16,6 +16,7 @@ from kit.policy import fused_norms
 from kit.policy.fused_linear import FusedLora
 from kit.policy.recompute_offload import HostInputs
 from kit.train import step as step_part
+from kit.train.rows import PACK, take_rows
 from tests.unit.test_liger import liger  # noqa: F401
 from tests.unit.test_update import PACKED, build, set_loss, update  # noqa: F401
 
@@ -103,14 +104,44 @@ def test_the_optimizer(build, name, wanted):  # noqa: F811
 @pytest.mark.parametrize(("attention", "share"), [("flash", True), ("flex", True), ("flex", False)])
 def test_packed_rows_of_the_policys_pass_and_of_the_references(build, monkeypatch, attention, share):  # noqa: F811
     passes: dict[bool, list] = {True: [], False: []}
-    packed_logps = step_part.packed_logps
+    made: list[tuple[Any, tuple]] = []
+    make_pack, pack_logps = step_part.make_pack, step_part.pack_logps
 
-    def seen(trainer: Any, model: Any, ids: Any, *others: Any, **how: Any) -> Any:
-        passes[torch.is_grad_enabled()].append((ids.tolist(), how["share_prompts"], how["attention"]))
-        return packed_logps(trainer, model, ids, *others, **how)
+    def making(trainer: Any, model: Any, ids: Any, mask: Any, columns: int, *settings: Any) -> Any:
+        assert not passes[False], "all packs are made before the first pass, which a copy to the device would wait for"
+        made.append((make_pack(trainer, model, ids, mask, columns, *settings), settings[:2]))
+        return made[-1][0]
 
-    monkeypatch.setattr(step_part, "packed_logps", seen)
+    def seen(trainer: Any, model: Any, pack: Any, *others: Any) -> Any:
+        passes[torch.is_grad_enabled()].append(pack)
+        return pack_logps(trainer, model, pack, *others)
+
+    monkeypatch.setattr(step_part, "make_pack", making)
+    monkeypatch.setattr(step_part, "pack_logps", seen)
     keys = {**PACKED, "train.packed_attention": attention, "train.share_prompts": share}
     update(set_loss(build(keys), beta=0.01))
-    assert passes[True] == passes[False] and len(passes[True]) > 1, "the reference reads what the policy reads"
-    assert {one[1:] for one in passes[True]} == {(share, attention)}
+    assert len(made) > 1
+    for one in passes.values():
+        assert all(a is b for a, (b, _) in zip(one, made, strict=True)), "the reference reads what the policy reads"
+    assert {settings for _, settings in made} == {(share, attention)}
+
+
+def test_the_prompt_of_a_group_is_rendered_once(build, monkeypatch):  # noqa: F811
+    trainer, rendered = build({}), []
+    tokenize = trainer._tokenize_prompts
+    monkeypatch.setattr(trainer, "_tokenize_prompts", lambda prompts: rendered.extend(prompts) or tokenize(prompts))
+    first, second = ([{"role": "user", "content": text}] for text in ("1 + 2?", "20 + 3?"))
+    ids = trainer._token_ids([first, first, second, second, first])
+    assert rendered == [first, second, first], "of equal prompts in a row the first"
+    assert ids == [tokenize([one])[0][0] for one in (first, first, second, second, first)]
+    assert ids[0] is not ids[1]
+
+
+def test_rows_taken_from_a_batch_do_not_take_its_pack():
+    inputs = {
+        "completion_ids": torch.arange(6).view(3, 2),
+        PACK: "of all three",
+        "num_items_in_batch": torch.tensor(6),
+    }
+    taken = take_rows(inputs, [2])
+    assert taken["completion_ids"].tolist() == [[4, 5]] and taken.keys() == inputs.keys() - {PACK}

@@ -327,7 +327,7 @@ def test_only_the_last_micro_batch_exchanges_gradients_and_its_backward_is_left_
         "--train.micro_batch_tokens=104",
         accelerator=SimpleNamespace(no_sync=no_sync, backward=backward, sync_gradients=False, num_processes=1),
     )
-    made.plan, made.loss_of_rows = lambda inputs: plan, loss
+    made.plan, made.loss_of_rows, made.pack = lambda inputs: plan, loss, lambda rows: None
     advantages = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
     inputs = {"completion_ids": torch.arange(6)[:, None].expand(6, 2), "advantages": advantages}
     inputs["num_items_in_batch"] = torch.tensor(12)
@@ -364,6 +364,7 @@ def test_a_process_with_fewer_micro_batches_makes_idle_ones_and_deepspeed_update
         return (weight * part["completion_ids"]).sum() / step_rows
 
     made.plan, made.score, made.loss_of_rows = lambda inputs: [[2], [0, 1]], score, loss
+    made.pack = lambda rows: None
     inputs = {"completion_ids": torch.tensor([[0], [1], [2]]), "num_items_in_batch": torch.tensor(3)}
     inputs |= {"prompt_mask": torch.tensor([[0, 1], [0, 1], [1, 1]]), "completion_mask": torch.tensor([[1], [0], [1]])}
     found = made.loss(None, inputs, 1)
@@ -386,7 +387,7 @@ def test_a_group_computes_the_rows_of_all_its_processes_and_each_keeps_its_own_s
     accelerator = SimpleNamespace(no_sync=contextlib.nullcontext, sync_gradients=False, num_processes=4)
     made = update("--train.micro_batch_tokens=104", accelerator=accelerator)
     made.group = SequenceGroup(None, size=2, rank=1)
-    made.plan, made.loss_of_rows = lambda inputs: [[0, 1, 2, 3]], loss
+    made.plan, made.loss_of_rows, made.pack = lambda inputs: [[0, 1, 2, 3]], loss, lambda rows: None
     other = {"prompt_ids": torch.tensor([[7, 8], [9, 8]]), "completion_ids": torch.tensor([[1, 2, 3], [4, 5, 6]])}
     monkeypatch.setattr("kit.train.rows.all_gathered", lambda tensor, group: others(tensor))
 

@@ -158,6 +158,14 @@ class _Packed(NamedTuple):
     real: int  # tokens before the padding at the end
 
 
+class Pack(NamedTuple):
+    """Rows of a batch, b with completions of at most C tokens, as one packed row: what each forward of them reads."""
+
+    packed: _Packed
+    target: "torch.Tensor"  # (N,) index of each label in the flattened (b, C)
+    shape: tuple[int, int]  # b, C
+
+
 class Trainer(Protocol):
     """What `packed_logps` needs of a trainer: the autocast of its forward passes."""
 
@@ -187,42 +195,77 @@ def packed_logps(
 
     All rows are computed in one forward: choose them with `plan_micro_batches`.
     """
+    data = input_ids, attention_mask, logits_to_keep
+    pack = make_pack(trainer, model, *data, share_prompts, attention, group)
+    return pack_logps(trainer, model, pack, compute_entropy, routing, field, group)
+
+
+def make_pack(
+    trainer: Trainer,
+    model: "torch.nn.Module",
+    input_ids: "torch.Tensor",
+    attention_mask: "torch.Tensor",
+    logits_to_keep: int,
+    share_prompts: bool,
+    attention: "Kind" = "flex",
+    group: "SequenceGroup | None" = None,
+) -> Pack:
+    """Pack all rows of a batch; arguments as in `packed_logps`.
+
+    Copies between host and device, which wait for what the device computes: make the packs of a step before its first
+    forward.
+    """
     import torch
 
     from kit.policy.packed.attention import mask_kind
-    from kit.policy.packed.sequence_parallel import gathered
-    from kit.policy.routing import routed
 
     rows = read_rows(input_ids, attention_mask, logits_to_keep)
     with trainer.accelerator.autocast():
         kind = mask_kind(model, input_ids.device, attention)
-        parts = 1 if group is None else group.size
-        packed = pack_rows(rows, list(range(len(rows.completions))), share_prompts, input_ids, kind, parts)
-        mine = packed.tokens, packed.positions, packed.labels  # (1, T / parts) each
-        if group is not None:
-            mine = tuple(map(group.part, mine))
-        # Map indices into the flattened (B, W) to indices into its flattened last C columns. Before the forward: a
-        # copy to the device waits for what runs there, and the backward pass would be launched late.
-        line, column = np.divmod(packed.label_index, input_ids.size(1))
-        target = torch.from_numpy(line * logits_to_keep + column - (input_ids.size(1) - logits_to_keep))
-        target = target.to(input_ids.device)
-        if routing is not None:
-            routing = routing.of_tokens(packed.source, packed.real)
-        with routed(routing):
-            output = model(
-                input_ids=mine[0],
-                attention_mask=packed.mask,
-                position_ids=mine[1],
-                shift_labels=mine[2],
-                fused_lm_head=True,
-            )
+    parts = 1 if group is None else group.size
+    packed = pack_rows(rows, list(range(len(rows.completions))), share_prompts, input_ids, kind, parts)
+    # From indices into the flattened (B, W) to indices into its flattened last C columns.
+    line, column = np.divmod(packed.label_index, input_ids.size(1))
+    target = torch.from_numpy(line * logits_to_keep + column - (input_ids.size(1) - logits_to_keep))
+    return Pack(packed, target.to(input_ids.device), (input_ids.size(0), logits_to_keep))
+
+
+def pack_logps(
+    trainer: Trainer,
+    model: "torch.nn.Module",
+    pack: Pack,
+    compute_entropy: bool,
+    routing: "Routing | None" = None,
+    field: str = "entropy",
+    group: "SequenceGroup | None" = None,
+) -> tuple["torch.Tensor", "torch.Tensor | None"]:
+    """As `packed_logps`, of a pack that `make_pack` made for the same `group`; copies nothing to the device."""
+    import torch
+
+    from kit.policy.packed.sequence_parallel import gathered
+    from kit.policy.routing import routed
+
+    packed = pack.packed
+    mine = packed.tokens, packed.positions, packed.labels  # (1, T / parts) each
+    if group is not None:
+        mine = tuple(map(group.part, mine))
+    if routing is not None:
+        routing = routing.of_tokens(packed.source, packed.real)
+    with trainer.accelerator.autocast(), routed(routing):
+        output = model(
+            input_ids=mine[0],
+            attention_mask=packed.mask,
+            position_ids=mine[1],
+            shift_labels=mine[2],
+            fused_lm_head=True,
+        )
 
     def unpacked(values: torch.Tensor) -> torch.Tensor:
         if group is not None:
             values = gathered(values, group)
         flat = values[0, packed.scored]  # (N,)
-        padded = flat.new_zeros(input_ids.size(0) * logits_to_keep).index_copy(0, target, flat)
-        return padded.view(input_ids.size(0), logits_to_keep)
+        rows, columns = pack.shape
+        return flat.new_zeros(rows * columns).index_copy(0, pack.target, flat).view(rows, columns)
 
     return unpacked(output.log_probs), unpacked(getattr(output, field)) if compute_entropy else None
 
