@@ -98,13 +98,16 @@ class AdapterSync:
         version = policy.version
         if version == self.served:
             return dict
+        begun, started = dict[str, float](), time.perf_counter()
         adapter, scores = self._prepared or (policy.adapter(), self.scorer.scores(policy))
+        if self._prepared is None:
+            begun["score"] = time.perf_counter() - started
         self._prepared = None
         self.settle()  # its end deletes what the replicas do not serve
         started = time.perf_counter()
         written = WrittenAdapter(adapter.write(self._directory(version), version), adapter.base_hash)
-        write_s = time.perf_counter() - started
-        return lambda: self._update(version, written, lambda: scores, write_s)
+        begun["write"] = time.perf_counter() - started
+        return lambda: self._update(version, written, lambda: scores, begun)
 
     def _directory(self, version: int) -> Path:
         return self.folder / f"v{version:06d}"
@@ -114,12 +117,12 @@ class AdapterSync:
         version: int,
         adapter: AdapterFile | WrittenAdapter,
         score: Callable[[], Scores | None],
-        write_s: float = 0.0,
+        begun: dict[str, float] | None = None,
     ) -> dict[str, Any]:
-        """Make all replicas serve this version; return the figures of the sync. `write_s`: of a written adapter."""
+        """Make all replicas serve this version; return its figures. `begun`: seconds of what `begin` did."""
         noise = noise_of(self.config, version)
         self._publish_to_all(version, adapter, score if self.scorer.sequences else None, noise)
-        seconds = self.seconds | ({"write": write_s} if write_s else {})
+        seconds = self.seconds | (begun or {})
         figures = facts(noise) | {"sync_seconds": {part: round(value, 4) for part, value in seconds.items()}}
         if results := self.canary.values():
             figures["canary_delta"] = max(result.mean for result in results)

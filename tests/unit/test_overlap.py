@@ -312,7 +312,7 @@ def test_the_replicas_sync_while_the_trainer_goes_on_and_it_waits_before_the_pol
     assert found.sync.served == 1 and "generate" not in fake.calls
     may_load.set()
     settled = found.settle(policy)
-    assert found.sync.served == 2 and {"write", "stage", "activate"} <= settled.figures["sync_seconds"].keys()
+    assert found.sync.served == 2 and {"write", "stage", "activate", "score"} <= settled.figures["sync_seconds"].keys()
     assert found.settle(policy).figures == {}, "figures of a sync are reported once"
     assert found.generate(policy, PROMPTS).version == 2 and fake.calls.count("stage") == 1
 
