@@ -559,9 +559,11 @@ class ServerRollout:
             return samples
 
         with timed(report.seconds, "sync"):
-            sync = self.sync.begin(policy)
+            sync, score = self.sync.begin(policy)
+            ahead.start(sync, work)
+            if not score():
+                ahead.synced()  # raises the error, once the replicas are back at the version before
         self._note_servers(report)
-        ahead.start(sync, work)
 
     def _sync(self, policy: PolicyView, report: Report) -> None:
         self._check_version(policy)

@@ -10,8 +10,9 @@ different numerics. The first step of a process, and of each pass over the data,
 generates as without overlap and has no lag. A checkpoint holds nothing of the batch in flight, the ledger only what a
 step consumed.
 
-The background thread only does HTTP, that of the sync too: what a sync needs of the policy, its file and its canary
-scores, is taken on the main thread, as are collective operations and tokenizing, in the same order in every process.
+The background thread only does HTTP, that of the sync too. The main thread takes what a sync needs of the policy, its
+file before and its canary scores while the replicas load that, and does collective operations and tokenizing, in the
+same order in every process.
 Update k is made only once all replicas serve version k-1; a sync that fails ends the run before it. The thread is a
 daemon, so it keeps no process alive.
 """

@@ -93,21 +93,36 @@ class AdapterSync:
         self._prepared = None  # it holds the gathered tensors
         return self._update(policy.version, adapter, score)
 
-    def begin(self, policy: PolicyView) -> Callable[[], dict[str, Any]]:
-        """Take what `update` needs of the policy, and return the rest of it, which any thread may run once."""
-        version = policy.version
+    def begin(self, policy: PolicyView) -> tuple[Callable[[], dict[str, Any]], Callable[[], bool]]:
+        """Write the policy's adapter, and return the rest of `update` and a function that scores the canary.
+
+        Any thread may run the rest, once; it waits for the scores and raises their error. The function is for the
+        caller's thread, which has the model, while the replicas load and switch; False if it failed.
+        """
+        version, scores = policy.version, Future[Scores | None]()
         if version == self.served:
-            return dict
-        begun, started = dict[str, float](), time.perf_counter()
-        adapter, scores = self._prepared or (policy.adapter(), self.scorer.scores(policy))
-        if self._prepared is None:
-            begun["score"] = time.perf_counter() - started
-        self._prepared = None
+            return dict, lambda: True
+        prepared, self._prepared = self._prepared, None
+        adapter = prepared[0] if prepared else policy.adapter()
         self.settle()  # its end deletes what the replicas do not serve
         started = time.perf_counter()
         written = WrittenAdapter(adapter.write(self._directory(version), version), adapter.base_hash)
-        begun["write"] = time.perf_counter() - started
-        return lambda: self._update(version, written, lambda: scores, begun)
+        begun = {"write": time.perf_counter() - started}
+
+        def score() -> bool:
+            started = time.perf_counter()
+            try:
+                found = prepared[1] if prepared else self.scorer.scores(policy)
+            except BaseException as error:  # whoever waits for the scores must hear of it
+                scores.set_exception(error)
+                if isinstance(error, Exception):
+                    return False
+                raise
+            begun["score"] = time.perf_counter() - started
+            scores.set_result(found)
+            return True
+
+        return lambda: self._update(version, written, scores.result, begun), score
 
     def _directory(self, version: int) -> Path:
         return self.folder / f"v{version:06d}"

@@ -317,6 +317,28 @@ def test_the_replicas_sync_while_the_trainer_goes_on_and_it_waits_before_the_pol
     assert found.generate(policy, PROMPTS).version == 2 and fake.calls.count("stage") == 1
 
 
+def test_the_canary_is_scored_while_the_replicas_load(rollout):  # noqa: F811
+    found = served(rollout(1, None, "--rollout.overlap=true", "--rollout.backend=server"))
+    policy, asked, seen = view(version=2, adapter=Adapter), threading.Event(), []
+    found.fakes[0].before["stage"] = lambda body: asked.set()
+    found.sync.scorer.scores = lambda scored: seen.append((scored, asked.wait(WAIT_S)))
+    found.begin(policy, PROMPTS)
+    assert seen == [(policy, True)] and found.settle(policy).figures["sync_seconds"]["score"] > 0
+
+
+def test_a_canary_that_cannot_be_scored_ends_the_run_with_the_replicas_on_the_version_before(rollout):  # noqa: F811
+    found = served(rollout(1, None, "--rollout.overlap=true", "--rollout.backend=server"))
+
+    def spoiled(policy: Any) -> None:
+        raise CheckFailed("the adapter is spoiled.")
+
+    found.sync.scorer.sequences, found.sync.scorer.scores = [[1, 2]], spoiled
+    with pytest.raises(CheckFailed, match=r"the adapter is spoiled\. .*version 1"):
+        found.begin(view(version=2, adapter=Adapter), PROMPTS)
+    fake = found.fakes[0]
+    assert found.sync.served == 1 and fake.calls.count("activate") == 2 and "generate" not in fake.calls
+
+
 def test_other_prompts_than_those_begun_are_an_error(begun):
     found, policy = begun
     with pytest.raises(CheckFailed, match="the 2 prompts of this step are not the 4 that were generated ahead"):
