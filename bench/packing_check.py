@@ -162,13 +162,13 @@ def kinds() -> tuple[str, ...]:
 
 def passes(model: Any, in_bf16: bool) -> dict[str, Callable[[tuple], tuple]]:
     """Functions that compute log-probs and entropies (16, C) of a batch, by method."""
-    from kit.policy.packed.packing import packed_logps
+    from kit.policy.packed.packing import make_pack, pack_logps
     from kit.train.trl_trainer import GRPOTrainer
 
     stub, padded = make_trainer(in_bf16), GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__
 
     def packed(share: bool, kind: str) -> Callable[[tuple], tuple]:
-        return lambda data: packed_logps(stub, model, *data, share, True, kind)
+        return lambda data: pack_logps(stub, model, make_pack(stub, model, *data, share, kind), True)
 
     found = {"padded": lambda data: padded(stub, model, *data, compute_entropy=True)[:2]}
     for kind in kinds():

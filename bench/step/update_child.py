@@ -172,19 +172,14 @@ class Case:
         return -logps.float().sum() / (labels != -100).sum()
 
     def packed(self, ids: Any, mask: Any, batch: Batch) -> Any:
-        from kit.policy.packed.packing import packed_logps
+        from kit.policy.packed.packing import make_pack, pack_logps
 
-        return packed_logps(
-            self,
-            self.model,
-            ids,
-            mask,
-            batch.length - batch.prompt,
-            "shared" in self.levers,
-            False,
-            self.config.train.packed_attention,
-            group=self.group,
-        )[0]
+        data, how = (
+            (ids, mask, batch.length - batch.prompt),
+            ("shared" in self.levers, self.config.train.packed_attention),
+        )
+        pack = make_pack(self, self.model, *data, *how, self.group)
+        return pack_logps(self, self.model, pack, False, group=self.group)[0]
 
     def average_gradients(self) -> None:
         """No-op: with one process there is nothing to reduce between backward and optimizer."""

@@ -21,7 +21,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from kit.policy.packed import sequence_parallel
 from kit.policy.packed.attention import use_packed_attention
-from kit.policy.packed.packing import packed_logps
+from kit.policy.packed.packing import make_pack, pack_logps
 
 COMPLETIONS = 7  # columns of the longest completion
 
@@ -49,7 +49,8 @@ def measure(size: int, kinds: int) -> dict[str, torch.Tensor]:
     group = sequence_parallel.start(size)
     ids, mask = rows(dist.get_rank() // size % kinds)
     trainer = SimpleNamespace(accelerator=Accelerator())
-    logps, entropies = packed_logps(trainer, model, ids, mask, COMPLETIONS, True, True, group=group)
+    pack = make_pack(trainer, model, ids, mask, COMPLETIONS, True, group=group)
+    logps, entropies = pack_logps(trainer, model, pack, True, group=group)
     weights = torch.linspace(1, 2, COMPLETIONS)
     (logps * weights).sum().backward()
     found = {"logps": logps.detach(), "entropies": entropies.detach()}

@@ -15,7 +15,7 @@ from trl.trainer.utils import add_fused_lm_head
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.policy.packed.attention import BLOCK, NAME, Segments, block_mask, dense_mask, register
-from kit.policy.packed.packing import MODELS, check_packing, packed_logps, plan_micro_batches
+from kit.policy.packed.packing import MODELS, check_packing, make_pack, pack_logps, plan_micro_batches
 from tests.conftest import CONFIG
 
 PAD, VOCABULARY, TEMPERATURE = 0, 89, 0.7
@@ -99,7 +99,7 @@ def padded_pass(stub, model, data):
 
 
 def packed_pass(stub, model, data, share: bool):
-    return packed_logps(stub, model, *data, share, True)
+    return pack_logps(stub, model, make_pack(stub, model, *data, share), True)
 
 
 def gradients(model, logps, entropies, data) -> torch.Tensor:
@@ -167,7 +167,8 @@ def test_under_autocast_type_and_values_are_those_of_the_padded_pass():
 
 def test_without_entropies_there_are_none(stub):
     with torch.no_grad():
-        assert packed_logps(stub, tiny(), *batch(ROWS["groups"]), True, False)[1] is None
+        pack = make_pack(stub, model := tiny(), *batch(ROWS["groups"]), True)
+        assert pack_logps(stub, model, pack, False)[1] is None
 
 
 def test_a_row_without_a_prompt_is_refused(stub):

@@ -12,7 +12,7 @@ from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
 from kit.policy.load import check_base
-from kit.policy.packed.packing import packed_logps
+from kit.policy.packed.packing import make_pack, pack_logps
 from kit.policy.recompute import use_recompute
 from kit.policy.routing import UNKNOWN, Routing, routed, use_routing, weights_of
 from kit.rollout.generation import experts_fault
@@ -137,12 +137,11 @@ def test_padded_rows_and_packs_replay_the_same_experts(folder):
     use_packed_attention(model.get_base_model())
     for share in (False, True):
         tally = counts()
-        packed, _ = packed_logps(
-            stub, model, tokens, mask, 3, share, True, routing=Routing(rows.flatten(0, 1), True, tally)
-        )
+        pack = make_pack(stub, model, tokens, mask, 3, share)
+        packed, _ = pack_logps(stub, model, pack, True, Routing(rows.flatten(0, 1), True, tally))
         assert torch.allclose(packed[mask[:, 3:].bool()], padded[mask[:, 3:].bool()], atol=1e-5)
         assert tally[3] == sum(lengths) - (2 if share else 0)
-    own, _ = packed_logps(stub, model, tokens, mask, 3, False, True)
+    own, _ = pack_logps(stub, model, make_pack(stub, model, tokens, mask, 3, False), True)
     assert not torch.allclose(own[mask[:, 3:].bool()], padded[mask[:, 3:].bool()], atol=1e-3)
 
 

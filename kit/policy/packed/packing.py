@@ -167,37 +167,9 @@ class Pack(NamedTuple):
 
 
 class Trainer(Protocol):
-    """What `packed_logps` needs of a trainer: the autocast of its forward passes."""
+    """What packing needs of a trainer: the autocast of its forward passes."""
 
     accelerator: "Accelerator"
-
-
-def packed_logps(
-    trainer: Trainer,
-    model: "torch.nn.Module",
-    input_ids: "torch.Tensor",
-    attention_mask: "torch.Tensor",
-    logits_to_keep: int,
-    share_prompts: bool,
-    compute_entropy: bool,
-    attention: "Kind" = "flex",
-    routing: "Routing | None" = None,
-    field: str = "entropy",
-    group: "SequenceGroup | None" = None,
-) -> tuple["torch.Tensor", "torch.Tensor | None"]:
-    """Return log-probs (B, C) of the last C = `logits_to_keep` columns and, if requested, entropies (B, C), in nats.
-
-    Equal to `GRPOTrainer._get_per_token_logps_and_entropies` (trl 1.16) with the same arguments within rounding: same
-    dtype, temperature and autocast, zero at padding. `input_ids` and `attention_mask` are (B, W), prompts in the first
-    W - C columns. `model` may be wrapped and has TRL's fused head. `attention` is
-    `train.packed_attention`; `routing` has the experts of all B·W tokens; `field` is that of
-    TRL's head in the place of the entropy. The processes of `group` have the same rows and split their tokens.
-
-    All rows are computed in one forward: choose them with `plan_micro_batches`.
-    """
-    data = input_ids, attention_mask, logits_to_keep
-    pack = make_pack(trainer, model, *data, share_prompts, attention, group)
-    return pack_logps(trainer, model, pack, compute_entropy, routing, field, group)
 
 
 def make_pack(
@@ -210,7 +182,10 @@ def make_pack(
     attention: "Kind" = "flex",
     group: "SequenceGroup | None" = None,
 ) -> Pack:
-    """Pack all rows of a batch; arguments as in `packed_logps`.
+    """Pack all rows of a batch, for one forward: choose them with `plan_micro_batches`.
+
+    `input_ids` and `attention_mask` are (B, W), prompts in the first W - C columns with C = `logits_to_keep`.
+    `attention` is `train.packed_attention`. The processes of `group` have the same rows and split their tokens.
 
     Copies between host and device, which wait for what the device computes: make the packs of a step before its first
     forward.
@@ -239,7 +214,12 @@ def pack_logps(
     field: str = "entropy",
     group: "SequenceGroup | None" = None,
 ) -> tuple["torch.Tensor", "torch.Tensor | None"]:
-    """As `packed_logps`, of a pack that `make_pack` made for the same `group`; copies nothing to the device."""
+    """Return log-probs (B, C) of a pack's last C columns and, if requested, entropies (B, C), in nats.
+
+    Equal to `GRPOTrainer._get_per_token_logps_and_entropies` (trl 1.16) of the packed rows within rounding: same dtype,
+    temperature and autocast, zero at padding. `model` may be wrapped and has TRL's fused head. `routing` has the experts
+    of all B·W tokens; `field` is that of TRL's head in the place of the entropy; `group` is that of `make_pack`.
+    """
     import torch
 
     from kit.policy.packed.sequence_parallel import gathered
