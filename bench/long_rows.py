@@ -1,7 +1,7 @@
 """Memory and seconds of an update on one long completion, on one card and with its tokens split over several.
 
     python bench/long_rows.py --cards 1 2 --lengths 33024 --out long_rows.json
-    python bench/long_rows.py --cards 1 2 --lengths 1024 --shape tiny --out x.json      # the same path on a CPU
+    python bench/long_rows.py --lengths 1024 --shape tiny --levers fp8+shared+full+adamw_fused --out x.json  # on a CPU
 
 Qwen3-8B's shape with random weights, NF4, rank 16 on all linear layers; a step is forward, backward and fused AdamW on
 one row, as a process of `train.sequence_parallel` makes it, with the adapter's gradients averaged as DDP does. Median

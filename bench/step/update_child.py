@@ -174,11 +174,8 @@ class Case:
     def packed(self, ids: Any, mask: Any, batch: Batch) -> Any:
         from kit.policy.packed.packing import make_pack, pack_logps
 
-        data, how = (
-            (ids, mask, batch.length - batch.prompt),
-            ("shared" in self.levers, self.config.train.packed_attention),
-        )
-        pack = make_pack(self, self.model, *data, *how, self.group)
+        data, kind = (ids, mask, batch.length - batch.prompt), self.config.train.packed_attention
+        pack = make_pack(self, self.model, *data, "shared" in self.levers, kind, self.group)
         return pack_logps(self, self.model, pack, False, group=self.group)[0]
 
     def average_gradients(self) -> None:

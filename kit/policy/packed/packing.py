@@ -216,9 +216,10 @@ def pack_logps(
 ) -> tuple["torch.Tensor", "torch.Tensor | None"]:
     """Return log-probs (B, C) of a pack's last C columns and, if requested, entropies (B, C), in nats.
 
-    Equal to `GRPOTrainer._get_per_token_logps_and_entropies` (trl 1.16) of the packed rows within rounding: same dtype,
-    temperature and autocast, zero at padding. `model` may be wrapped and has TRL's fused head. `routing` has the experts
-    of all B·W tokens; `field` is that of TRL's head in the place of the entropy; `group` is that of `make_pack`.
+    Equal to `GRPOTrainer._get_per_token_logps_and_entropies` (trl 1.16) of the packed rows within rounding: same
+    dtype, temperature and autocast, zero at padding. `model` may be wrapped and has TRL's fused head. `routing` has
+    the experts of all B·W tokens; `field` is that of TRL's head in the place of the entropy; `group` is that of
+    `make_pack`.
     """
     import torch
 
