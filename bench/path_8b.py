@@ -22,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -45,12 +47,13 @@ def make_model(
     directory: Path, tokenizer_dir: Path, layers: int, branches: float = 1.0, sizes: dict[str, int] = SHAPES["8b"]
 ) -> float:
     """Write a Qwen3-8B shape, or one of other sizes, with random BF16 weights and the small tokenizer, on the GPU if
-    there is one; return its parameters in billions.
+    there is one; return its parameters in billions. The files of a large model are written by several processes.
 
     `branches` scales what attention and MLP add to the residual stream: random branches amplify rounding, small ones
     leave it about as visible as in a trained model.
     """
     import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
@@ -63,21 +66,43 @@ def make_model(
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         dtype="bfloat16",
+        architectures=["Qwen3ForCausalLM"],
     )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            parameter.data.mul_(branches)
-    model.generation_config = GenerationConfig(
+    config.save_pretrained(directory)
+    GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
-    )
-    model.save_pretrained(directory, max_shard_size="4GB")
+    ).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return sum(p.numel() for p in model.parameters()) / 1e9
+    with torch.device("meta"):
+        weights = Qwen3ForCausalLM(config).to(torch.bfloat16).state_dict()
+    split = split_torch_state_dict_into_shards(weights, max_shard_size="4GB")
+    files = [
+        (directory / file, {name: tuple(weights[name].shape) for name in names}, seed, branches)
+        for seed, (file, names) in enumerate(split.filename_to_tensors.items())
+    ]
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    if len(files) == 1:
+        write_weights(*files[0])
+    else:
+        with ProcessPoolExecutor(min(8, len(files)), mp_context=get_context("spawn")) as pool:
+            list(pool.map(write_weights, *zip(*files, strict=True)))
+    return sum(tensor.numel() for tensor in weights.values()) / 1e9
+
+
+def write_weights(file: Path, shapes: dict[str, tuple[int, ...]], seed: int, branches: float) -> None:
+    """Write random BF16 weights as Qwen3 initializes them: norms of ones, matrices normal with a deviation of .02."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(seed)
+    weights = {}
+    for name, shape in shapes.items():
+        scale = 0.02 * (branches if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+        value = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
+        weights[name] = (value.fill_(1) if len(shape) == 1 else value.normal_(0, scale, generator=generator)).cpu()
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def write_model(work: Path, layers: int, shape: dict[str, int]) -> None:
@@ -118,7 +143,10 @@ def launch_words(launcher: str, processes: int) -> list[str]:
         return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     else:
         config = "accelerate_configs/cpu.yaml"
-    return ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", str(processes)]
+    words = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", str(processes)]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    # A call on other cards of the host meets on a port of its own.
+    return [*words, "--main_process_port", str(29500 + int(first))] if processes > 1 else words
 
 
 def train(name: str, work: Path, extra: list[str], launcher: str = "one_gpu", processes: int = 1) -> list[dict]:

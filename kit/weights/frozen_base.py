@@ -24,7 +24,7 @@ from kit.weights.base_dropout import clear_dropout_rates, turn_off_dropout
 from kit.weights.checkpoint import find_checkpoint, read_tensor
 from kit.weights.experts import FrozenExperts, experts_of, frozen_experts, read_experts
 from kit.weights.fp8 import Fp8Linear, store_in_fp8
-from kit.weights.gather import is_split, whole
+from kit.weights.gather import is_split, whole, whole_bytes
 from kit.weights.hashing import dtype_name, hash_fp8, hash_pairs, hash_quantized, hash_tensor
 from kit.weights.initialization import loaded_weights_kept
 from kit.weights.layout import ExpertMatrix, expert_matrices, unquantized_names
@@ -37,6 +37,8 @@ from kit.weights.model_files import (
 from kit.weights.nf4 import BLOCK_SIZE, PIECE, block_maxima, dequantize_with, one_thread, quantize_weight
 from kit.weights.plain_linear import check_linears, plain_linears
 from kit.weights.wrapped import loading
+
+GATHERED_BYTES = 1 << 29  # of a split base in a process's memory while it is hashed
 
 
 def load_frozen(
@@ -213,32 +215,32 @@ def hash_base(model: torch.nn.Module) -> dict:
     `offsets` holds the mean that double quantization subtracts from the block maxima. It is a float sum whose last bit
     depends on the device, so a reader needs it to quantize to the same bytes.
 
-    If FSDP2 or ZeRO-3 has split the model, every process calls this and gets the same result: each tensor is gathered,
-    hashed with this process's copy of its quant state, and released.
+    If FSDP2 or ZeRO-3 has split the model, every process calls this and gets the same result: tensors are gathered,
+    `GATHERED_BYTES` at once, hashed with this process's copy of their quant states, and released.
     """
     quantized, jobs, offsets, facts = [], {}, {}, None
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for full_name, parameter in _named_weights(model):
-            name = plain_name(full_name)
-            if _is_of_adapter(name):
-                continue
-            state, layer = _quant_state(model, full_name, parameter), _fp8_layer(model, full_name)
-            with whole([parameter]) as (value,):
-                if state is not None:
-                    _check_not_repacked(state, name)
-                    facts = nf4_facts(state)
-                    if state.nested:
-                        offsets[name] = state.offset.item()
-                    jobs[name] = pool.submit(hash_quantized, value, state)
-                elif layer is not None:
-                    facts = plain_facts("fp8", layer.storage_dtype, parameter.device)
-                    jobs[name] = pool.submit(hash_fp8, value, layer.weight_scale, layer.storage_dtype)
-                else:
-                    jobs[name] = pool.submit(hash_tensor, value)
-                if state is not None or layer is not None:
-                    quantized.append(name.removesuffix(".weight"))
-                if is_split(parameter):
-                    jobs[name].result()  # one tensor at a time: the base as a whole may not fit
+        for group in _groups(model):
+            with whole(parameter for _, parameter in group) as values:
+                for (full_name, parameter), value in zip(group, values, strict=True):
+                    name = plain_name(full_name)
+                    state, layer = _quant_state(model, full_name, parameter), _fp8_layer(model, full_name)
+                    if state is not None:
+                        _check_not_repacked(state, name)
+                        facts = nf4_facts(state)
+                        if state.nested:
+                            offsets[name] = state.offset.item()
+                        jobs[name] = pool.submit(hash_quantized, value, state)
+                    elif layer is not None:
+                        facts = plain_facts("fp8", layer.storage_dtype, parameter.device)
+                        jobs[name] = pool.submit(hash_fp8, value, layer.weight_scale, layer.storage_dtype)
+                    else:
+                        jobs[name] = pool.submit(hash_tensor, value)
+                    if state is not None or layer is not None:
+                        quantized.append(name.removesuffix(".weight"))
+                if is_split(group[0][1]):  # the base as a whole may not fit
+                    for full_name, _ in group:
+                        jobs[plain_name(full_name)].result()
         for name, experts, place in _expert_weights(model):
             jobs[name] = pool.submit(experts.hash, place.name, place.index)
             quantized.append(name.removesuffix(".weight"))
@@ -254,6 +256,27 @@ def hash_base(model: torch.nn.Module) -> dict:
     config = getattr(model, "config", None)
     where = {"model": getattr(config, "_name_or_path", None), "revision": getattr(config, "_commit_hash", None)}
     return base_facts(tensors, offsets, quantized, facts, **where)
+
+
+def _groups(model: torch.nn.Module) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield the base's (name, parameter) to be hashed together: split ones that make up `GATHERED_BYTES`, any other
+    alone. The same groups in every process."""
+    group: list[tuple[str, torch.Tensor]] = []
+    room = GATHERED_BYTES
+    for name, parameter in _named_weights(model):
+        if _is_of_adapter(plain_name(name)):
+            continue
+        if not is_split(parameter):
+            yield [(name, parameter)]
+            continue
+        size = whole_bytes(parameter)
+        if group and size > room:
+            yield group
+            group, room = [], GATHERED_BYTES
+        group.append((name, parameter))
+        room -= size
+    if group:
+        yield group
 
 
 def _named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

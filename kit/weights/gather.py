@@ -17,6 +17,11 @@ def is_split(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
 
 
+def whole_bytes(parameter: torch.Tensor) -> int:
+    """Size of the parameter's value once it is gathered."""
+    return getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+
+
 @contextlib.contextmanager
 def whole(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Whole values of the parameters as plain tensors, to be read within the block; unsplit ones are not copied."""

@@ -64,7 +64,8 @@ def write_index(directory: Path, weight_map: dict[str, str], total: int) -> None
 
 
 class TensorFile:
-    """Safetensors file written one tensor at a time, in any order; byte-identical to safetensors' `save_file`.
+    """Safetensors file written tensor by tensor, in any order and by several threads; byte-identical to safetensors'
+    `save_file`.
 
     `tensors` is {name: (dtype, shape)} of everything that will be written. `CheckFailed` if the disk is full.
     """
@@ -85,7 +86,7 @@ class TensorFile:
         text += b" " * (-len(text) % ALIGNMENT)
         self.data_start = 8 + len(text)
         with writing(self.path):
-            self.file = open(self.path, "wb")
+            self.file = open(self.path, "wb", buffering=0)
             self.file.write(len(text).to_bytes(8, "little") + text)
         return self
 
@@ -100,8 +101,9 @@ class TensorFile:
         if SAFETENSORS_NAMES[tensor.dtype] != entry["dtype"] or len(data) > end - start:
             raise ValueError(f"{name} is {tensor.dtype} of {len(data)} bytes, {self.path} has {entry} for it.")
         with writing(self.path):
-            self.file.seek(self.data_start + start)
-            self.file.write(data)
+            written = 0
+            while written < len(data):  # Linux writes at most 2 GiB at once
+                written += os.pwrite(self.file.fileno(), data[written:], self.data_start + start + written)
         if start + len(data) == end:
             self.missing.discard(name)
 
@@ -182,14 +184,16 @@ class PartsFile:
 
 
 class Behind:
-    """Run calls one after the other on a background thread, while the caller prepares the next.
+    """Run calls on background threads, by default on one and so one after the other, while the caller prepares the
+    next.
 
     Calls in flight have a total `size` of at most `room`, or are a single larger one. `run` waits until its call fits
-    and raises what an earlier call raised.
+    and raises what an earlier call raised. torch computes with one CPU thread in each of several.
     """
 
-    def __init__(self, room: int = 0) -> None:
-        self.pool = ThreadPoolExecutor(1)
+    def __init__(self, room: int = 0, threads: int = 1) -> None:
+        alone: dict[str, Any] = {"initializer": torch.set_num_threads, "initargs": (1,)} if threads > 1 else {}
+        self.pool = ThreadPoolExecutor(threads, **alone)
         self.room = room
         self.calls: deque[tuple[int, Future]] = deque()
 

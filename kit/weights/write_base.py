@@ -2,16 +2,17 @@
 the model. An unquantized base (`policy.quantization: none`) is the original in BF16.
 
 Covers: which weights transformers quantizes, from the model's shapes alone; the facts of `base.json`, equal to those
-of the loaded model; safetensors files written in place. Memory: one tensor plus what quantizing it takes.
+of the loaded model; safetensors files written in place, by several threads. Memory: tensors of the size of the largest
+one, plus what quantizing them takes.
 Not covered: models whose parameters are named or laid out differently in their checkpoint (Conv1D), except experts
 (`layout.py`) and language models inside known wrappers (`wrapped.py`).
 """
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from kit.weights.frozen_base import base_facts, hash_carried, nf4_facts, plain_f
 from kit.weights.hashing import hash_fp8, hash_quantized, hash_tensor
 from kit.weights.layout import expert_matrices, parameter_shapes, unquantized_names
 from kit.weights.model_files import model_name, select_shards, unquantized_config, without_weights
-from kit.weights.nf4 import BLOCK_SIZE, block_maxima, dequantize_with, quantize_weight
-from kit.weights.shards import TensorFile, stored_kinds, write_index
+from kit.weights.nf4 import BLOCK_SIZE, block_maxima, dequantize_with, one_thread, quantize_weight
+from kit.weights.shards import Behind, TensorFile, stored_kinds, write_index
 
 NF4_FOLDER = "nf4"
+THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -157,20 +159,29 @@ def write_base(source: Original, directory: Path, model: str, revision: str | No
         facts = plain_facts(quantization, source.dtype, source.device)
     tensors: dict[str, str] = {}
     offsets: dict[str, float] = {}
-    with ThreadPoolExecutor(1) as pool:
-        for file, names in files.items():
-            started = time.monotonic()
-            others = [name for name, place in carried.items() if place == file]
-            with _open_pair(source, directory, file, names, others) as (weights, copy):
-                for name in others:
-                    weights.write(name, read_tensor(source.directory / source.carried[name], name))
-                for name in names:
-                    tensors[name], found = _write_tensor(source, name, weights, copy, pool)
-                    if found is not None:
-                        facts = nf4_facts(found)
-                    if found is not None and found.nested:
-                        offsets[name] = found.offset.item()
-            print(f"  {file}: {len(names)} tensors in {time.monotonic() - started:.1f} s", flush=True)
+    largest = 2 * max(math.prod(shape) for shape in source.plan.shapes.values())
+
+    def write_one(name: str, weights: TensorFile, copy: TensorFile | None) -> None:
+        nonlocal facts
+        tensors[name], state = _write_tensor(source, name, weights, copy)
+        if state is not None:
+            facts = nf4_facts(state)
+            if state.nested:
+                offsets[name] = state.offset.item()
+
+    for file, names in files.items():
+        started = time.monotonic()
+        others = [name for name, place in carried.items() if place == file]
+        with (
+            _open_pair(source, directory, file, names, others) as (weights, copy),
+            one_thread(),
+            Behind(largest, THREADS) as behind,
+        ):
+            for name in others:
+                weights.write(name, read_tensor(source.directory / source.carried[name], name))
+            for name in names:
+                behind.run(2 * math.prod(source.plan.shapes[name]), write_one, name, weights, copy)
+        print(f"  {file}: {len(names)} tensors in {time.monotonic() - started:.1f} s", flush=True)
     if len(files) > 1:
         weight_map = {source.stored[name]: file for file, names in files.items() for name in names} | carried
         write_index(directory, weight_map, source.plan.weights_bytes())
@@ -228,31 +239,23 @@ def _info(
     return info | ({"carried": hash_carried(source.directory, source.carried.items())} if source.carried else {})
 
 
-def _write_tensor(
-    source: Original, name: str, weights: TensorFile, copy: TensorFile | None, pool: ThreadPoolExecutor
-) -> tuple[str, Any]:
-    """Write one tensor and, for NF4, its copy; return its hash and the NF4 quant state.
-
-    `pool` computes the hash while the tensor is written.
-    """
+def _write_tensor(source: Original, name: str, weights: TensorFile, copy: TensorFile | None) -> tuple[str, Any]:
+    """Write one tensor and, for NF4, its copy; return its hash and its NF4 quant state."""
     value, stored = source.read(name), source.stored[name]
     if name not in source.plan.quantized or source.plan.quantization == "none":
-        job = pool.submit(hash_tensor, value)
         weights.write(stored, value.to(source.written))
-        return job.result(), None
+        return hash_tensor(value), None
     if source.plan.quantization == "fp8":
         codes, scale = fp8.quantize_weight(value)
-        job = pool.submit(hash_fp8, codes, scale, value.dtype)
         weights.write(stored, fp8.dequantize_with(codes, scale, value.dtype).to(source.written))
-        return job.result(), None
+        return hash_fp8(codes, scale, value.dtype), None
     packed, state = quantize_weight(value, source.double_quantization, None)
     del value  # only its NF4 form is needed from here
-    job = pool.submit(hash_quantized, packed, state)
     absmax = block_maxima(state)
     weights.write(stored, dequantize_with(packed, absmax, state.shape, state.dtype).to(source.written))
     copy.write(f"{name}.packed", packed.reshape(-1))
     copy.write(f"{name}.absmax", absmax)
-    return job.result(), state
+    return hash_quantized(packed, state), state
 
 
 @contextlib.contextmanager

@@ -85,8 +85,10 @@ def main() -> None:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     import kit.policy.load
+    import kit.weights.frozen_base
     from kit.core.errors import CheckFailed
 
+    kit.weights.frozen_base.GATHERED_BYTES = 100_000  # several groups of tensors and some alone, as of a large base
     # A helper for CPUs that DeepSpeed compiles as it starts; GPUs have none.
     sys.modules[deepspeed.comm.TorchBackend.__module__].build_shm_op = lambda: None
     plan = Path(sys.argv[1])

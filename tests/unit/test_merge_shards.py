@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from kit.core.checkpoint_files import INDEX
 from kit.core.errors import CheckFailed
@@ -76,6 +76,29 @@ def test_a_piece_has_its_place_and_a_tensor_without_its_last_piece_is_missing(tm
     with pytest.raises(ValueError, match="lacks a"):
         with TensorFile(tmp_path / "x", {"a": (torch.float32, (2, 5))}, {}) as out:
             out.write("a", whole[:4], 0)
+
+
+def test_several_threads_write_a_file_that_one_call_of_safetensors_would_write(tmp_path):
+    tensors = {f"{number}": torch.full((1 + number % 7, 4096), number, dtype=torch.float32) for number in range(60)}
+    kinds = {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+    with TensorFile(tmp_path / "ours", kinds, {"format": "pt"}) as out, Behind(1 << 30, threads=8) as behind:
+        for name in sorted(tensors):
+            behind.run(1, out.write, name, tensors[name])
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_several_threads_compute_at_once_with_one_thread_of_torch_each():
+    together, threads = threading.Barrier(3), []
+
+    def call():
+        together.wait(timeout=20)
+        threads.append(torch.get_num_threads())
+
+    with Behind(room=3, threads=3) as behind:
+        for _ in range(3):
+            behind.run(1, call)
+    assert threads == [1, 1, 1]
 
 
 def fail():
