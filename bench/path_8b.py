@@ -10,6 +10,7 @@ learned. For rollouts from a server see rollout_8b.py.
     python bench/path_8b.py --part levers --launchers ddp fsdp2 --processes 4  # four GPUs
     python bench/path_8b.py --part model --shape 32b --layers 64  # only the model, for a later call
     python bench/path_8b.py --part levers --shape 32b --layers 64 --launchers fsdp2 zero3 --sides levers
+    python bench/path_8b.py --part levers --shape 70b --layers 80 --launchers fsdp2 --sides levers --processes 4
     python bench/path_8b.py --part levers --rehearse  # every part on two CPU cores: a tiny shape, one process and DDP
 
 Prints a table last. Needs torch with CUDA, bitsandbytes, trl.
@@ -18,6 +19,7 @@ Prints a table last. Needs torch with CUDA, bitsandbytes, trl.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -220,8 +222,8 @@ def fine_tune(name: str, work: Path, launcher: str, levers: str) -> dict:
     rows = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
     return {
         "what": f"{launcher} x {processes}, {levers}",
-        "update_s": sorted(row["seconds"]["update"] for row in rows[1:])[1],
-        "tok_s": max(row["update_tokens_per_s"] for row in rows[1:]),
+        "update_s": statistics.median(row["seconds"]["update"] for row in rows[1:]),
+        "tok_s": statistics.median(row["update_tokens_per_s"] for row in rows[1:]),
         "peak_gib": rows[-1]["peak_gib"]["update"],
         "loss": [row["loss"] for row in rows],
         "grad_norm": [row["grad_norm"] for row in rows],

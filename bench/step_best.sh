@@ -82,7 +82,8 @@ part() { # part CARDS NAME
         our_D) ours "$1" "$2" D $KV_D "$VB+both" ;;
         our_C_over_AB) ours "$1" "$2" "A B C" $KV_C "$VB+both@C" "$V+overlap@B" "$V+overlap@A" ;;
         sleep_[ABD]) ours "$1" "$2" "${2#sleep_}" $KV_AB "$V+both+server.sleep=true" ;;
-        mixed_[ABD]) ours "$1" "$2" "${2#mixed_}" $KV_AB "$VB+both+overlap" ;;
+        mixed_[AB]) ours "$1" "$2" "${2#mixed_}" $KV_AB "$VB+both+overlap" ;;
+        mixed_[CD]) ours "$1" "$2" "${2#mixed_}" $KV_C "$VB+both+overlap" ;;
         over_*C*) ours "$1" "$2" "$(sed 's/./& /g' <<<"${2#over_}")" $KV_OVER_C "$V+overlap" ;;
         over_D) ours "$1" "$2" D $KV_D "$V+overlap" ;;
         over_*) ours "$1" "$2" "$(sed 's/./& /g' <<<"${2#over_}")" $KV_AB "$V+overlap" ;;
