@@ -110,6 +110,26 @@ def gather_in_any_order(engine: "torch.nn.Module") -> None:
     coordinator.reset_step = forget_order
 
 
+def release_after_backward(engine: "torch.nn.Module") -> None:
+    """Let ZeRO-3 release a decoder layer as soon as its backward pass is over.
+
+    DeepSpeed lets the module around a recomputed layer keep the frozen parameters that the recomputation gathered, so
+    that at the end of a backward pass every process would hold the whole base.
+    """
+    from deepspeed.utils import z3_leaf_module
+
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    release = coordinator.release_sub_module
+
+    def release_layer(module: "torch.nn.Module", forward: bool = False) -> None:
+        if not forward and z3_leaf_module(module):
+            for parameter in module.parameters():
+                parameter.ds_active_sub_modules.clear()
+        release(module, forward)
+
+    coordinator.release_sub_module = release_layer
+
+
 def _prepare_fsdp2(accelerator: "Accelerator", model: "PeftModel") -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

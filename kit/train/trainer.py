@@ -57,7 +57,7 @@ from kit.policy.quantized_linear import (
 )
 from kit.policy.recompute import use_recompute
 from kit.policy.routing import use_routing
-from kit.policy.sharding import gather_adapter, gather_in_any_order, prepare
+from kit.policy.sharding import gather_adapter, gather_in_any_order, prepare, release_after_backward
 from kit.policy.stop_texts import StopTexts
 from kit.policy.stopping import StopCriterion, stopping
 from kit.rollout.drafts import KEYS as DRAFT_KEYS
@@ -275,8 +275,8 @@ class NewWeights(TrainerCallback):
         forget_peaks(kwargs["model"])
 
 
-class AnyOrder(TrainerCallback):
-    """`sharding.gather_in_any_order` for the engine that the trainer is given before its first step."""
+class Zero3Gathers(TrainerCallback):
+    """Change how ZeRO-3 gathers (kit/policy/sharding.py); the trainer gets its engine before the first step."""
 
     def __init__(self, trainer: "PolicyTrainer"):
         self._trainer = trainer
@@ -285,6 +285,7 @@ class AnyOrder(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         gather_in_any_order(self._trainer.model_wrapped)
+        release_after_backward(self._trainer.model_wrapped)
 
 
 class Sampled(NamedTuple):
@@ -345,7 +346,7 @@ class PolicyTrainer(GRPOTrainer):
             super().__init__(**kwargs)
         split = prepare(self.accelerator, self.model)
         if split == ZERO3:
-            self.add_callback(AnyOrder(self))
+            self.add_callback(Zero3Gathers(self))
         use_host_tiles(self.accelerator.device)
         keep_logits(config.train.keep_logits)
         if self.ref_model is not None or "ref" in self.model.peft_config:

@@ -4,7 +4,8 @@
 
 PLAN is JSON, a list of {"name", "recipe", "environment", "arguments"}; "copy" [from, to] and "remove" a path come
 first. At the end of each run a process writes to rank-<n>.jsonl what it holds of the base, what the check of the base
-says when a bit of the second process's part has changed, and how many micro-batches by tokens its updates so far had.
+says when a bit of the second process's part has changed, how many micro-batches by tokens its updates so far had, and
+how many decoder layers ZeRO-3 held gathered at once.
 accelerate 1.15 splits a model on GPUs only. Here it takes two gloo processes on a CPU for GPUs; the rest is its own.
 """
 
@@ -13,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+import weakref
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -77,6 +79,28 @@ def count_micro_batches() -> list[int]:
     return counts
 
 
+def count_layers() -> list[int]:
+    """A list of the numbers of decoder layers whose base ZeRO-3 holds gathered, whenever it gathers one."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from deepspeed.utils import z3_leaf_module
+
+    fetch, layers, counts = PartitionedParameterCoordinator.fetch_sub_module, weakref.WeakSet(), []
+
+    def is_gathered(layer) -> bool:
+        base = [one for one in layer.parameters() if not (one.requires_grad or one.ds_persist)]
+        return any(one.ds_status == ZeroParamStatus.AVAILABLE for one in base)
+
+    def fetch_and_count(self, module, forward: bool) -> None:
+        fetch(self, module, forward)
+        if z3_leaf_module(module):
+            layers.add(module)
+            counts.append(sum(map(is_gathered, layers)))
+
+    PartitionedParameterCoordinator.fetch_sub_module = fetch_and_count
+    return counts
+
+
 def main() -> None:
     take_cpu_for_gpus()
     import deepspeed
@@ -97,7 +121,8 @@ def main() -> None:
     def check_and_note(model, facts: dict) -> None:
         check(model, facts)
         note = {"run": sys.argv[0], "hash": facts["hash"], "bytes": sum(part.nbytes for part in parts(model).values())}
-        note["micro_batches"] = [*counts]
+        note |= {"micro_batches": [*counts], "layers": [*layers]}
+        layers.clear()
         change(model)
         try:
             check(model, facts)
@@ -108,7 +133,7 @@ def main() -> None:
             file.write(f"{json.dumps(note)}\n")
 
     kit.policy.load.check_base_unchanged = check_and_note
-    counts = count_micro_batches()
+    counts, layers = count_micro_batches(), count_layers()
     for run in json.loads(plan.read_text()):
         os.environ.update(run["environment"])
         AcceleratorState._reset_state(reset_partial_state=True)

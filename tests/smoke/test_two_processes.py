@@ -376,6 +376,13 @@ def test_each_process_holds_half_of_the_base_that_one_process_has(split, untied)
                 assert note["hash"] == base["hash"] and 0.45 * total < note["bytes"] < 0.55 * total, kind + run
 
 
+def test_zero3_holds_one_gathered_layer_at_a_time(split):
+    for rank in (0, 1):
+        for name, note in split.notes(rank).items():
+            if name.startswith("zero3"):
+                assert note["layers"] and set(note["layers"]) == {1}, name
+
+
 def test_an_unquantized_base_is_split_too(split, untied):
     base = hash_base(model := load_frozen(untied, "none", "float32", device="cpu"))
     total = sum(parameter.nbytes for parameter in model.parameters())
