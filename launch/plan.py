@@ -2,6 +2,7 @@
 
     python -m launch.plan --config recipes/configs/grpo-qwen3_8b-nf4-fp8-1x24gb.yaml --gpu rtx4090
     python -m launch.plan --config RUN.yaml --gpu h100-80g:8 --rollout.max_completion_length 4096
+    python -m launch.plan --config RUN.yaml --gpu h100-80g:4 --launcher fsdp2
     python -m launch.plan --matrix
     python -m launch.plan --cards
     python -m launch.plan --check POINTS.json
@@ -17,6 +18,7 @@ from kit.core.config.load import load_config
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, run_command
 from kit.plan.gpus import parse_gpus
 from kit.plan.layout import choose_shape, make_layout
+from launch.starting.trainer_command import environment_of, read_launcher
 
 
 def main() -> int:
@@ -29,6 +31,9 @@ def main() -> int:
     parser.add_argument("--config", help="YAML of the run (recipes/configs)")
     parser.add_argument(
         "--gpu", default="auto", help="GPU and count, e.g. h100-80g:8, rtx4090, cpu; auto: this machine's"
+    )
+    parser.add_argument(
+        "--launcher", help="accelerate configuration of the trainer, a file or a name in accelerate_configs: fsdp2"
     )
     parser.add_argument("--params", help="a model size, overrides the YAML's model: 8b, 32b, llama3-8b, qwen2.5-7b")
     parser.add_argument("--model", help="a model directory or hub id, overrides the YAML's model")
@@ -52,15 +57,16 @@ def main() -> int:
     if flags.config is None:
         raise BadInput("--config is missing: name the YAML of a run, or use --matrix.")
     config = load_config(flags.config, overrides, tuple(vars(flags)))
-    layout = make_layout(config, choose_shape(config, flags.params, flags.model), *parse_gpus(flags.gpu))
-    if flags.json:
-        from kit.plan.report import as_json
+    with environment_of(read_launcher(flags.launcher).announces if flags.launcher else {}):
+        layout = make_layout(config, choose_shape(config, flags.params, flags.model), *parse_gpus(flags.gpu))
+        if flags.json:
+            from kit.plan.report import as_json
 
-        print(json.dumps(as_json(layout), indent=2))
-    else:
-        from kit.plan.report import report
+            print(json.dumps(as_json(layout), indent=2))
+        else:
+            from kit.plan.report import report
 
-        report(layout)
+            report(layout)
     return DONE if layout.fits else CHECK_FAILED
 
 

@@ -56,6 +56,7 @@ from launch.starting.trainer_command import (
     base_command,
     check_elsewhere,
     choose_launcher,
+    environment_of,
     gpus_to_plan,
     process_count,
     read_launcher,
@@ -174,7 +175,8 @@ def prepare(
         check_ports(servers)
     if is_served and not base:
         check_base(config, config_path)
-    memory = plan_memory(config, ignore_plan or dry_run, arguments) if not is_elsewhere else plan_elsewhere(arguments)
+    with environment_of(launcher.announces):
+        memory = plan_elsewhere(arguments) if is_elsewhere else plan_memory(config, ignore_plan or dry_run, arguments)
     start = Start(config, arguments, resume, launcher, placement, vllm, run, base, trainer, servers, memory)
     return replace(start, is_elsewhere=is_elsewhere, restarts=restarts)
 

@@ -18,6 +18,7 @@ from kit.plan.gpus import CARDS, Card
 from kit.plan.memory import Estimate
 from kit.plan.placement import Placement, place
 from kit.plan.recompute import least, set_recompute
+from kit.plan.sharding import LOADING, is_sharded, loading, sharded
 from kit.plan.sizes import Keys, least_pack, process_completions, row_tokens, with_keys
 
 STEP, PACK_STEP = 128, 1024  # tokens; completion lengths and packs are searched in multiples of them
@@ -118,6 +119,9 @@ def lay_out(shape: Shape, config: Config, card: Card, count: int) -> Layout:
         beside = max((where.servers.count(name) for name in where.trainer), default=0)
         config = set_recompute(config, *least(shape, config, card, processes, beside))
     trainer = memory.trainer_phases(shape, config, card, processes)
+    if is_sharded(processes):
+        trainer = {name: sharded(parts, shape, config, processes) for name, parts in trainer.items()}
+        trainer[LOADING] = loading(shape, config, card)
     server = memory.server_parts(shape, config, card) if serving else None
     layout = Layout(shape, config, card, count, processes, replicas, [], [], trainer, server, chose)
     layout.faults = _faults(layout)

@@ -6,8 +6,8 @@ Covers the base as it is stored, the adapter with gradients and optimizer, activ
 fused and FP8 linear layers, quantized ones (quantized.py), a teacher (teacher.py), liger's kernels, micro-batches of
 rows and of tokens, TRL's tiled log-prob head, the reference pass, in-process generation; on the server weights, KV
 cache, CUDA graphs, LoRA slots, the copy of the base, vision weights, a draft model. Of experts: a layer's in 16 bits,
-rows by expert, copies of their factors. Not covered: sharded bases, host memory beside a GPU, how unevenly tokens
-choose.
+rows by expert, copies of their factors. Not covered: sharded bases (sharding.py), host memory beside a GPU, how
+unevenly tokens choose.
 
 Bytes per token were counted by tracing every allocation of the recipe's own forward and backward (transformers 5.17,
 peft 0.21.2, bitsandbytes 0.50.2 under autocast), varying one dimension of the shape at a time.

@@ -16,6 +16,7 @@ from kit.plan import cost, memory
 from kit.plan.decoder import Shape
 from kit.plan.gpus import CARDS, Card, parse_gpus
 from kit.plan.shapes import config_shape
+from kit.plan.sharding import is_sharded, sharded
 from kit.plan.sizes import Facts, process_completions, with_keys
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
@@ -44,6 +45,8 @@ def least(shape: Shape, config: Config, card: Card, processes: int, replicas: in
     for mode, fraction in CHOICES:
         made = set_recompute(config, mode, fraction)
         parts = memory.update_parts(shape, made, card, processes)
+        if is_sharded(processes):
+            parts = sharded(parts, shape, made, processes)
         low, _, high = dataclasses.astuple(memory.process_memory(parts, card, processes))
         limit, context = config.train.max_gpu_gib, low - memory.allocated(parts)  # torch's limit excludes the context
         if high <= room and (limit is None or high - context <= limit):

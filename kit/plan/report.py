@@ -11,6 +11,7 @@ from kit.plan import cost, fitting, memory, quantized, splitting, teacher
 from kit.plan.fitting import Layout
 from kit.plan.memory import Estimate
 from kit.plan.recompute import describe_recompute
+from kit.plan.sharding import LOADING
 from kit.plan.sizes import Keys
 from kit.plan.splitting import Split
 
@@ -47,6 +48,7 @@ def title(layout: Layout) -> str:
     shape, config = layout.shape, layout.config
     cards = f"{layout.count} x {layout.card.name}" if layout.count else "a CPU"
     trainer = f"{layout.processes} trainer process{'es' * (layout.processes > 1)}"
+    trainer += " that split the base" * (LOADING in layout.trainer)
     server = f", {layout.replicas} server{'s' * (layout.replicas > 1)}" if layout.replicas else ", rollouts in process"
     length = f"{config.rollout.max_prompt_length} + {config.rollout.max_completion_length} tokens"
     completions = "completions"

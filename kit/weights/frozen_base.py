@@ -38,7 +38,7 @@ from kit.weights.nf4 import BLOCK_SIZE, PIECE, block_maxima, dequantize_with, on
 from kit.weights.plain_linear import check_linears, plain_linears
 from kit.weights.wrapped import loading
 
-GATHERED_BYTES = 1 << 29  # of a split base in a process's memory while it is hashed
+GATHERED_BYTES = 1 << 29  # of a split base, or one larger tensor, in a process's memory while it is hashed
 
 
 def load_frozen(

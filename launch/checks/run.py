@@ -1,9 +1,7 @@
 """Checks of `launch.doctor` for one run: its keys, ports, GPUs, disk, model and data."""
 
-import contextlib
 import functools
 import json
-import os
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ from kit.core.errors import BadInput
 from kit.plan.placement import Placement, place
 from launch.checks.children import reason, run_step
 from launch.checks.machine import GIB, Machine, Row, fail, ok, skip, split_message, warn
+from launch.starting.trainer_command import announcement, environment_of
 
 DEFAULT_PORTS = {8000: "rollout.server_urls", 29500: "accelerate's main_process_port"}
 HEAD_LIMIT_S, HUB_LIMIT_S = 3.0, 10.0  # for the request, and for the child process that makes it
@@ -84,28 +83,10 @@ def planned_processes(machine: Machine) -> int:
 
 def announced(machine: Machine, processes: int) -> dict[str, str]:
     """The environment variables through which `accelerate launch` would pass its config to the trainer."""
-    facts = machine.accelerate or {}
-    kind = facts.get("distributed_type")
-    stage = (facts.get("deepspeed_config") or {}).get("zero_stage", 0)
     return {
-        "ACCELERATE_MIXED_PRECISION": str(facts.get("mixed_precision", "no")),
-        "ACCELERATE_USE_FSDP": "true" if kind == "FSDP" else "false",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage if kind == "DEEPSPEED" else 0),
-        **{key.upper(): str(value) for key, value in (facts.get("fsdp_config") or {}).items()},
+        **announcement(machine.accelerate or {}),
         "LOCAL_WORLD_SIZE": str(max(1, processes // machine.machines)),
     }
-
-
-@contextlib.contextmanager
-def environment_of(values: dict[str, str]) -> Iterator[None]:
-    """Set these variables in this process for the block."""
-    before = {**os.environ}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @of_a_run

@@ -1,8 +1,10 @@
 """The trainer's command line, and its GPUs beside the replicas, from the run's configuration."""
 
+import contextlib
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ class Launcher:
     is_single: bool  # one process
     processes: int  # as the file says
     mixed_precision: str
+    announces: dict[str, str]  # environment variables by which `accelerate launch` passes it on, as far as checks read
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,32 @@ def read_launcher(path: str) -> Launcher:
         facts["distributed_type"] == "NO",
         facts.get("num_processes", 1),
         str(facts.get("mixed_precision", "no")),
+        announcement(facts),
     )
+
+
+def announcement(facts: dict[str, Any]) -> dict[str, str]:
+    """The environment variables through which `accelerate launch` passes its configuration to the trainer."""
+    kind = facts.get("distributed_type")
+    stage = (facts.get("deepspeed_config") or {}).get("zero_stage", 0)
+    return {
+        "ACCELERATE_MIXED_PRECISION": str(facts.get("mixed_precision", "no")),
+        "ACCELERATE_USE_FSDP": "true" if kind == "FSDP" else "false",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage if kind == "DEEPSPEED" else 0),
+        **{key.upper(): str(value) for key, value in (facts.get("fsdp_config") or {}).items()},
+    }
+
+
+@contextlib.contextmanager
+def environment_of(values: dict[str, str]) -> Iterator[None]:
+    """Set these variables in this process for the block."""
+    before = {**os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def choose_launcher(gpus: int) -> Launcher:
