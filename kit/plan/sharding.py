@@ -23,11 +23,10 @@ def is_sharded(processes: int) -> bool:
 
 def sharded(parts: dict[str, float], shape: Shape, config: Config, processes: int) -> dict[str, float]:
     """The parts of a phase, in GiB, with the base split over the processes."""
-    name = memory.STORED[config.policy.quantization]
-    codes = shape.linear_weights * min(memory.stored_bytes(config), 0.5 if config.policy.quantization == "nf4" else 2)
-    codes /= memory.GIB
-    found = dict(parts)
-    found[name] = parts[name] - codes + codes / processes
+    policy = config.policy
+    name = memory.STORED[policy.quantization]
+    codes = shape.linear_weights * (0.5 if policy.quantization == "nf4" else memory.stored_bytes(config)) / memory.GIB
+    found = parts | {name: parts[name] - codes + codes / processes}
     for part in SPLIT:
         if part in parts:
             found[part] = parts[part] / processes
