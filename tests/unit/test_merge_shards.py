@@ -89,10 +89,10 @@ def test_several_threads_write_a_file_that_one_call_of_safetensors_would_write(t
 
 
 def test_several_threads_compute_at_once_with_one_thread_of_torch_each():
-    together, threads = threading.Barrier(3), []
+    together, threads = threading.Barrier(3, timeout=60), []
 
     def call():
-        together.wait(timeout=20)
+        together.wait()
         threads.append(torch.get_num_threads())
 
     with Behind(room=3, threads=3) as behind:
