@@ -224,7 +224,7 @@ def split(tmp_path_factory, recipe_arguments, untied, learning_model_dir, tiny_m
         add(f"{kind}-unquantized", untied, unquantized, environment)
         add(f"{kind}-sequences", untied, SEQUENCES, environment)
         add(f"{kind}-packed", untied, PACKED, environment)
-        add(f"{kind}-fp8", untied, fp8, environment)
+        add(f"{kind}-fp8", untied, fp8 | {"train.recompute": "full"}, environment)
         add(f"{kind}-fused", untied, fused, environment)
         if kind == "fsdp2":
             add("fsdp2-streamed", learning_model_dir, boxed | STREAMED, environment)
