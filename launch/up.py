@@ -175,15 +175,16 @@ def prepare(
         check_ports(servers)
     if is_served and not base:
         check_base(config, config_path)
+    planned = [*arguments, *(["--launcher", launcher_path] if launcher_path else [])]
     with environment_of(launcher.announces):
-        memory = plan_elsewhere(arguments) if is_elsewhere else plan_memory(config, ignore_plan or dry_run, arguments)
+        memory = plan_elsewhere(planned) if is_elsewhere else plan_memory(config, ignore_plan or dry_run, planned)
     start = Start(config, arguments, resume, launcher, placement, vllm, run, base, trainer, servers, memory)
     return replace(start, is_elsewhere=is_elsewhere, restarts=restarts)
 
 
 def plan_memory(config: Config, ignore_plan: bool, arguments: list[str]) -> str:
     """launch.plan's estimate for this machine; `BadInput` if the run does not fit, unless `ignore_plan`. `arguments`
-    are those of the configuration."""
+    are those of launch.plan."""
     try:
         does_fit, told = fits(config)
     except BadInput as unknown:

@@ -6,6 +6,7 @@ import pytest
 
 from kit.core.config.load import load_config
 from kit.core.config.sharding_rules import FSDP2, announced
+from kit.core.errors import BadInput
 from kit.plan import memory
 from kit.plan.gpus import parse_gpus
 from kit.plan.layout import choose_shape, make_layout
@@ -104,3 +105,6 @@ def test_up_plans_for_its_launcher(monkeypatch, tmp_path):
     for launcher in ("fsdp2", "ddp"):
         up.prepare(str(LARGE), words, launcher_path=launcher, resume=False)
     assert seen == [FSDP2, None] and announced() is None
+    monkeypatch.setattr(up, "fits", lambda config: (False, "It does not fit."))
+    with pytest.raises(BadInput, match=r"Details: python -m launch.plan .*--launcher fsdp2"):
+        up.prepare(str(LARGE), words, launcher_path="fsdp2", resume=False)
