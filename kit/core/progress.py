@@ -72,7 +72,7 @@ class Progress:
         self.still_s = 0.0  # without a beat of any process, in time during which this process ran
         self._others: dict[int, float] = {}  # last beats by rank
         self._looked = 0.0
-        self._ended = threading.Event()
+        self._ended, self._writing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
 
     def start(self) -> None:
@@ -124,8 +124,11 @@ class Progress:
         return not any(line.rank < self.rank and line.is_here for line in read_lines(self.run))
 
     def write(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk is reported by what needs it
-            self.file.write_text(f"{os.getpid()} {self.last:.3f} {int(self.trains)} {self.launch}\n")
+        partial = self.file.with_name(f"{self.file.name}.partial")
+        # A full disk is reported by what needs it. Two threads write: this one's and the one that trains.
+        with self._writing, contextlib.suppress(OSError):
+            partial.write_text(f"{os.getpid()} {self.last:.3f} {int(self.trains)} {self.launch}\n")
+            os.replace(partial, self.file)  # a process killed here still leaves a whole line
 
     def _end(self) -> None:
         with contextlib.suppress(OSError):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from kit.core.config.checks import check_config
 from kit.core.config.load import load_config
 from kit.core.errors import BadInput
-from kit.core.progress import describe_others, launch_id, read_lines, stacks_file, state_of
+from kit.core.progress import Progress, all_lines, describe_others, launch_id, read_lines, stacks_file, state_of
 from kit.core.run_directory import RunDir
 from launch.starting import stall
 from launch.starting.stall import StallWatch, StoodStill
@@ -156,6 +157,26 @@ def found(watch: StallWatch, pid: int, limit_s: float = 60.0) -> str:
             watch.check("trainer", pid)
             time.sleep(0.1)
     return str(caught.value)
+
+
+def test_a_process_that_is_killed_at_any_moment_leaves_its_whole_line(tmp_path):
+    """Without its line nobody names it as the cause: the others would end with an error about a connection."""
+    progress, ended = Progress(RunDir(tmp_path), 0, 0, print), threading.Event()
+    progress.start()
+
+    def write() -> None:
+        while not ended.is_set():
+            progress.write()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        found = [[line.pid for line in all_lines(RunDir(tmp_path))] for _ in range(500)]
+    finally:
+        ended.set()
+        writer.join()
+        progress.stop()
+    assert found == [[os.getpid()]] * 500 and not list((tmp_path / "logs").iterdir())
 
 
 def test_a_stopped_trainer_is_found_from_outside(trainer, tmp_path, monkeypatch):
