@@ -96,10 +96,10 @@ def test_no_limit_with_0(trainer):
 
 
 def test_a_process_that_was_stopped_and_goes_on_has_not_stood_still(trainer):
-    process = trainer("[(time.sleep(0.5), progress.beat()) for _ in range(4)]", stall_s=3)
+    process = trainer("time.sleep(10); progress.beat()", stall_s=6)  # no beat in the seconds after it goes on
     said(process, "training")
     process.send_signal(signal.SIGSTOP)
-    time.sleep(5)
+    time.sleep(8)
     process.send_signal(signal.SIGCONT)
     assert process.wait(60) == 0, process.stderr.read()
 
@@ -305,9 +305,12 @@ def test_a_trainer_ends_with_the_launcher_that_started_it(tmp_path):
         pid = int(process.stdout.readline())
         process.kill()
         process.wait()
-        if ends:
-            processes.wait_until(lambda: not state_of(pid))  # noqa: B023
-        else:
-            time.sleep(1)
-            assert state_of(pid)
-            os.kill(pid, signal.SIGKILL)
+        try:
+            if ends:
+                processes.wait_until(lambda: not state_of(pid), still_s=20)  # noqa: B023
+            else:
+                time.sleep(1)
+                assert state_of(pid)
+        finally:
+            if state_of(pid):
+                os.kill(pid, signal.SIGKILL)
