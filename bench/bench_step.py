@@ -27,19 +27,20 @@ server with remerge. A variant is levers of workload.py joined by +, or written 
 off, `default` is the configuration's own default, and plain@BC runs for works B and C only. `auto` is train.recompute
 auto, for cards of 80 GB, where `none` does not fit (84 GiB); with `both` KV cache for half of the completions leaves
 more of such a card, server.kv_cache_gib=14 for work A, and server.sleep=true nearly all of it, for the time that a
-replica takes to sleep and wake. `both+overlap` trains and samples at once on both. A variant's server.* keys and
-policy.quant_cfg, which runs grpo_qat.py, also apply to its servers: a variant with other values waits for servers of
-its own. --ours gives keys of all our rows and servers, such as server.kv_cache=fp8. With --rounds the sides alternate,
-and a second table has the medians of the rounds. --warm steps, whose completions end at --warm_tokens, come first and
-do not count; nor does one more step of `overlap`, whose batch was generated behind a slow first step. Figures are
-medians of the others. `step` is wall-clock from the end of a step to the end of the next, `gen` the trainer's wait for
-completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, for our rows everything
-else; tok/s of rollout and update are over gen and upd, with a shared prompt counted for each of its completions. `mfu`
-is the useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process,
-including vLLM in TRL's colocated mode; `card 0` is the driver's figure for that card (with `both` or `one` in any
-variant, including a replica); `server` is what a server took of its card when ready. Stock's rows come first; its
-server then ends in the last round, and in every round if another row needs its memory. Our replicas start after
-stock's colocated rows, and from the second round on stay up beside those that left enough of the card free.
+replica takes to sleep and wake. `both+overlap` trains and samples at once on both. With server.tensor_parallel=2 both
+cards have one replica. A variant's server.* keys and policy.quant_cfg, which runs grpo_qat.py, also apply to its
+servers: a variant with other values waits for servers of its own. --ours gives keys of all our rows and servers, such
+as server.kv_cache=fp8. With --rounds the sides alternate, and a second table has the medians of the rounds. --warm
+steps, whose completions end at --warm_tokens, come first and do not count; nor does one more step of `overlap`, whose
+batch was generated behind a slow first step. Figures are medians of the others. `step` is wall-clock from the end of a
+step to the end of the next, `gen` the trainer's wait for completions, `refs` the forwards without gradients, `upd`
+forward, backward and optimizer, for our rows everything else; tok/s of rollout and update are over gen and upd, with a
+shared prompt counted for each of its completions. `mfu` is the useful operations (workload.py) over refs + upd and 989
+TFLOP/s. `trainer` is torch's peak of a process, including vLLM in TRL's colocated mode; `card 0` is the driver's
+figure for that card (with `both` or `one` in any variant, including a replica); `server` is what a server took of its
+card when ready. Stock's rows come first; its server then ends in the last round, and in every round if another row
+needs its memory. Our replicas start after stock's colocated rows, and from the second round on stay up beside those
+that left enough of the card free.
 
 It stops at --limit_s, ends what it started, and prints the rows so far. Exit 1 when a row failed or was left out.
 """
@@ -127,6 +128,11 @@ def served_keys(variant: str) -> list[str]:
     return [name for name in variant.partition("@")[0].split("+") if name.startswith(SERVED)]
 
 
+def cards_each(keys: list[str]) -> int:
+    """Cards of a replica, by keys (KEY=VALUE) of its server."""
+    return int(dict(one.split("=", 1) for one in keys).get("server.tensor_parallel", 1))
+
+
 class Bench:
     """Options, servers and rows of one invocation."""
 
@@ -156,9 +162,10 @@ class Bench:
 
     def flags(self, name: str, load: Work, cards: list[int] | None = None) -> list[str]:
         """Command line of one of our runs that uses the replicas on some cards."""
-        served = server_flags(self.work, [*self.loads.values()], self.shape, cards or self.cards, self.cpu)
-        asked = dict(one.split("=", 1) for one in (*self.options.ours, *self.served))
-        return run_flags(self.work, load, name, served | asked)
+        asked = [*self.options.ours, *self.served]
+        each, loads = cards_each(asked), [*self.loads.values()]
+        served = server_flags(self.work, loads, self.shape, cards or self.cards, self.cpu, each)
+        return run_flags(self.work, load, name, served | dict(one.split("=", 1) for one in asked))
 
     def serve(self, keys: list[str]) -> None:
         """Launch our server with these keys in place of the running one, without waiting for it."""
@@ -286,7 +293,8 @@ class Bench:
         """Add one row: a side's steps, or its error. Its files go into a directory of its own. Ours runs on the first
         `trainers` cards and uses the replicas of `cards`."""
         trainers, cards = shared_cards(side) or trainers, cards or replicas_of(side)
-        row: dict[str, Any] = {"side": name or side, "load": load, "trainers": trainers, "replicas": len(cards)}
+        replicas = len(cards) // cards_each([*self.options.ours, *served_keys(side)])
+        row: dict[str, Any] = {"side": name or side, "load": load, "trainers": trainers, "replicas": replicas}
         kind = "stock" if side.startswith("stock") else "ours"
         try:
             needs_server = kind == "ours" or not shared_cards(side)

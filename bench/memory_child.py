@@ -32,7 +32,7 @@ def _shape(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
 
 
 SHAPES = {  # Qwen3 shapes; tiny is for rehearsing on a CPU
-    "tiny": _shape(64, 192, 2, 2, False) | {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 400},
+    "tiny": _shape(64, 256, 2, 4, False) | {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 400},
     "0.6b": _shape(1024, 3072, 28, 16, True),
     "1.7b": _shape(2048, 6144, 28, 16, True),
     "4b": _shape(2560, 9728, 36, 32, True),

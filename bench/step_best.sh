@@ -13,6 +13,8 @@
 #   stream_B          the update begins with the first groups, strictly on-policy
 #   sleep_A           both cards in turn, replicas asleep during the update
 #   mixed_A           overlapped on both cards: each trains and samples at once; MPS=1 lets their kernels run together
+#   tp_D, mixed_tp_D  both cards in turn, or overlapped, with one replica over both, by tensor parallelism; a rehearsal
+#                     needs VLLM_CPU_OMP_THREADS_BIND="0|1"
 #   ours_AB, ours_CD, over_ACD, our_C_over_AB   several rows by one server; over_ with any of the works
 #   update, remerge   bench_update.py on the first card, also Unsloth with UNSLOTH_PATH; remerge_weights.py on the second
 #   flashinfer        wait for its kernels, which `prepare` compiles with FLASHINFER_PATH, a folder to import it from, on
@@ -37,6 +39,7 @@ else
     KV_AB=16 KV_C=22 KV_D=22 KV_OVER_C=43
 fi
 
+TP=server.tensor_parallel=2 KV_TP=22 # GiB of cache on each card, which holds half of the heads of every sequence
 STREAM=rollout.stream_groups=2 # the update begins with the first groups, strictly on-policy
 
 step() { # step CARDS NAME words...: bench_step.py within the time that is left
@@ -56,8 +59,9 @@ ours() { # ours CARDS NAME LOADS KV words...: rows of ours with these levers, by
     if [ -f "$W/flashinfer" ]; then
         export VLLM_HAS_FLASHINFER_CUBIN=1 # or vLLM asks a server on the internet before it takes XQA
         path=$FLASHINFER_PATH:$path
-        case $loads in
-            *C* | *D*) keys=server.kv_cache_gib=$kv ;; # server.kv_cache fastest takes both by itself
+        case $name:$loads in
+            tp_* | mixed_tp_*) keys="$keys+server.vllm={attention_backend: FLASHINFER}" ;;
+            *:*C* | *:*D*) keys=server.kv_cache_gib=$kv ;; # server.kv_cache fastest takes both by itself
             *) keys="$keys+server.vllm={attention_backend: FLASHINFER}" ;;
         esac
     fi
@@ -83,6 +87,8 @@ part() { # part CARDS NAME
         our_C_over_AB) ours "$1" "$2" "A B C" $KV_C "$VB+both@C" "$V+overlap@B" "$V+overlap@A" ;;
         sleep_[ABD]) ours "$1" "$2" "${2#sleep_}" $KV_AB "$V+both+server.sleep=true" ;;
         mixed_[AB]) ours "$1" "$2" "${2#mixed_}" $KV_AB "$VB+both+overlap" ;;
+        tp_[ABCD]) ours "$1" "$2" "${2#tp_}" $KV_TP "$VB+both+$TP" ;;
+        mixed_tp_[ABCD]) ours "$1" "$2" "${2#mixed_tp_}" $KV_TP "$VB+both+overlap+$TP" ;;
         mixed_[CD]) ours "$1" "$2" "${2#mixed_}" $KV_C "$VB+both+overlap" ;;
         over_*C*) ours "$1" "$2" "$(sed 's/./& /g' <<<"${2#over_}")" $KV_OVER_C "$V+overlap" ;;
         over_D) ours "$1" "$2" D $KV_D "$V+overlap" ;;
@@ -144,7 +150,7 @@ of_cd() { pair "${PAIR_CD:-2,3}" ${PARTS_CD:-stock_D stock_C our_C our_D over_C}
 
 pooled() { (
     shopt -s nullglob
-    $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over,stream,sleep,mixed}_*.json
+    $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over,stream,sleep,mixed,tp}_*.json
 ); }
 
 if [ -n "${MPS:-}" ]; then mps || exit 1; fi

@@ -211,9 +211,11 @@ class OurServer:
         subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(self.work), capture_output=True, timeout=60)
 
 
-def server_flags(work: Path, loads: list[Work], shape: dict[str, Any], cards: list[int], cpu: bool) -> dict[str, Any]:
-    """Configuration keys of our server, for every load: one replica per card, or that many on a CPU."""
-    urls = [f"http://127.0.0.1:{OUR_PORT + number}" for number in cards]
+def server_flags(
+    work: Path, loads: list[Work], shape: dict[str, Any], cards: list[int], cpu: bool, each: int = 1
+) -> dict[str, Any]:
+    """Configuration keys of our server, for every load: one replica for `each` of the cards, or that many on a CPU."""
+    urls = [f"http://127.0.0.1:{OUR_PORT + number}" for number in cards[::each]]
     keys: dict[str, Any] = {"rollout.backend": "server", "rollout.sync": "remerge"}
     keys |= {"rollout.server_urls": json.dumps(urls), "server.base": work / "base"}
     keys["server.adapter_roots"] = json.dumps([str(work)])  # the rows are other runs than the server's
