@@ -26,7 +26,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter, defaultdict
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,7 +151,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", default=[""], help="parts of paths: the faults of these files")
     parser.add_argument("--processes", type=int, default=1, help="faults at a time, each in a copy of its own")
-    parser.add_argument("--verbose", action="store_true", help="a line for each fault, with its seconds")
+    parser.add_argument(
+        "--verbose", action="store_true", help="a line for each fault, when those of its file are done"
+    )
     arguments = parser.parse_args()
     faults = [fault for fault in read_faults() if any(part in fault.file for part in arguments.only)]
     sys.dont_write_bytecode = True  # a fault of the same length, put in within a second, would run as the last one's
@@ -167,7 +169,8 @@ def main() -> None:
         context = multiprocessing.get_context("fork")  # with what is imported
         shared = folder, sandbox["tracked_files"](ROOT), sandbox["MARK"]
         with ProcessPoolExecutor(arguments.processes, context, start, shared) as pool:
-            for fault, said, seconds in itertools.chain.from_iterable(pool.map(check, groups)):
+            done = as_completed([pool.submit(check, group) for group in groups])
+            for fault, said, seconds in itertools.chain.from_iterable(one.result() for one in done):
                 counts[fault.file] += 1
                 noticed[fault.file] += said == "noticed"
                 if said != "noticed":
