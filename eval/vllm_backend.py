@@ -24,6 +24,7 @@ from eval.generate import Generation, finish, sample_key
 from eval.vllm_log import is_echo, last_error
 from kit.core.config.schema import ServerConfig
 from kit.core.errors import CheckFailed
+from kit.core.processor import INPUTS_IN_16_BITS
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = [sys.executable, "-m", "eval.vllm_worker"]
@@ -102,7 +103,7 @@ def engine_size(server: ServerConfig) -> dict[str, Any]:
 
 def environment(server: ServerConfig) -> dict[str, str]:
     """The child's environment: one process unless the user set it, so that errors are raised where they are caught."""
-    found = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", **os.environ}
+    found = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", **os.environ, **INPUTS_IN_16_BITS}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     found.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(server.kv_cache_gib or 1))))
     return found

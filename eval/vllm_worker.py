@@ -14,6 +14,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from kit.rollout.server.amx import allow_amx
+
 
 def main(request_file: str, answer_file: str) -> int:
     further: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -43,6 +45,7 @@ def _engine(request: dict) -> Any:
 
     size = dict(request["size"])
     if current_platform.is_cpu():
+        allow_amx()
         # The memory share and CUDA graphs apply to GPUs only; compiling takes minutes on a CPU.
         size = {key: size[key] for key in ("max_num_seqs",)} | {"enforce_eager": True}
     return vllm.LLM(

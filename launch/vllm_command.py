@@ -30,7 +30,7 @@ from kit.core.formats import QuantFormat, model_fault, shape_fault
 from kit.core.limits import FORMAT_GIB, SERVED_RANKS, VLLM_BELOW, VLLM_FROM, draft_gib, fold_gib
 from kit.core.lora import EXPERT_PARTS
 from kit.core.measured import never_measured_here
-from kit.core.processor import multiplies_int4
+from kit.core.processor import INPUTS_IN_16_BITS, multiplies_int4
 from kit.core.run_directory import RunDir, base_directory, read_manifest, stored_as
 from kit.core.run_files import read_object, read_optional
 from kit.rollout.protocol import QUANT_CFG
@@ -466,7 +466,7 @@ def _environment(config: Config, vllm: Installed, gpus: tuple[str, ...] | None) 
     if config.rollout.sync == "remerge":
         found[NF4_COPY] = config.server.nf4_copy
     if vllm.is_cpu and format_rules.packed_of(config):
-        found["VLLM_CPU_INT4_W4A8"] = "0"  # with AMX vLLM would quantize the inputs to INT8
+        found |= INPUTS_IN_16_BITS
     if vllm.is_cpu and config.server.kv_cache_gib is not None:
         found["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(config.server.kv_cache_gib)))
     if config.rollout.routing != "own" and not vllm.version.startswith("0.26."):

@@ -3,6 +3,9 @@
 import platform
 from pathlib import Path
 
+# Variables for vLLM: with AMX, vLLM for CPUs quantizes the inputs of 4-bit weights to INT8, which no GPU does.
+INPUTS_IN_16_BITS = {"VLLM_CPU_INT4_W4A8": "0"}
+
 
 def multiplies_int4(flags: str | None = None) -> bool:
     """Whether vLLM for CPUs multiplies 4-bit weights here.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.core.cards import generation
+from kit.core.processor import INPUTS_IN_16_BITS
 
 if TYPE_CHECKING:
     import torch
@@ -201,7 +202,7 @@ def vllm_token(weights: str | None) -> dict:
 
     asked = [name for name in os.environ if name.startswith("VLLM_")]
     # One process, so that an error is raised here. The user's own settings win.
-    defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_INT4_W4A8": "0"}
+    defaults = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", **INPUTS_IN_16_BITS}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     import torch

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kit.core.processor import INPUTS_IN_16_BITS
 from merge.export import main as merge_base
 from tests import int4_kernel, processes
 from tests.conftest import ROOT, make_base
@@ -27,7 +28,9 @@ def scores_of(folder: Path, model: Path, weights: str, workers: int = 2) -> dict
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{ROOT}/tests/start:{int4_kernel.plugin(folder / 'plugin')}",
-        "VLLM_CPU_INT4_W4A8": "0",
+        **INPUTS_IN_16_BITS,
+        # In a process of the engine's own, as users start it, nothing asks for AMX before the first 4-bit product.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(weights == "w4a16" and workers == 1)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }

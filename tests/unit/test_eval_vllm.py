@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from eval import vllm_backend
 from eval.backends import Asking, check_backend
-from eval.vllm_backend import ask_vllm, engine_size, failure
+from eval.vllm_backend import ask_vllm, engine_size, environment, failure
 from kit.core.config.schema import ServerConfig
 from kit.core.errors import BadInput, CheckFailed
 from tests import processes
@@ -191,6 +191,12 @@ def test_the_run_says_how_large_the_engine_may_be():
     size = engine_size(ServerConfig(tensor_parallel=4, kv_cache_gib=0.5, max_num_seqs=32))
     assert (size["tensor_parallel_size"], size["kv_cache_memory_bytes"], size["max_num_seqs"]) == (4, 2**29, 32)
     assert "kv_cache_memory_bytes" not in engine_size(ServerConfig())
+
+
+def test_an_evaluation_multiplies_4_bit_weights_by_inputs_in_16_bits_on_every_processor(monkeypatch):
+    """As GPUs do, and as the replicas on a CPU that the run was trained with, whatever the user's shell has set."""
+    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")
+    assert environment(ServerConfig())["VLLM_CPU_INT4_W4A8"] == "0"
 
 
 def test_a_temperature_that_an_engine_would_change_or_refuse_is_refused():

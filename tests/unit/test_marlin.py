@@ -9,6 +9,8 @@ import torch
 
 from bench.marlin_check import FP8, INT4, held_weight, load, make_layer
 from kit.core.cards import GENERATIONS, W4A16, W8A8, W8A16
+from kit.core.processor import INPUTS_IN_16_BITS
+from kit.rollout.server.amx import allow_amx
 from kit.rollout.server.remerge import linear_product, write_weight
 from tests import int4_kernel
 
@@ -33,6 +35,9 @@ def marlin_on_a_cpu():
         return (weight.float() / scale).clamp(-448, 448).to(E4M3), scale
 
     with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig()):
+        for name, value in INPUTS_IN_16_BITS.items():
+            patch.setenv(name, value)
+        allow_amx()
         patch.setattr(ops, "gptq_marlin_repack", repack, raising=False)
         patch.setattr(ops, "scaled_fp8_quant", quantize)
         patch.setattr(MarlinFP8ScaledMMLinearKernel, "is_supported", classmethod(lambda *_: (True, None)))

@@ -18,10 +18,13 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from kit.core.file_kinds import BASE
 from kit.core.run_files import read_object
+from kit.rollout.server.amx import allow_amx
 from kit.rollout.server.packed_config import LOAD_FORMAT
 from kit.rollout.server.remerge import Remerge
 from kit.weights.quantize import pack_int4
 from kit.weights.wrapped import language_name
+
+allow_amx()
 
 
 class RemergePacked(Remerge):
