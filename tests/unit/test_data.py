@@ -91,16 +91,18 @@ def test_a_row_of_a_table_with_other_columns_is_a_bad_row_and_a_torn_quote_no_ta
 
 
 def test_a_share_held_out_of_one_file_is_never_trained_on_and_no_row_changes_sides(tmp_path):
-    rows = [{"question": f"{n}+{n}?", "answer": str(2 * n)} for n in range(200)]
+    rows = [{"question": f"sum of {n}, {n}?", "answer": str(2 * n)} for n in range(200)]
     file = jsonl(tmp_path / "all.jsonl", rows)
     data = config(file, heldout_fraction=0.2)
     train, heldout = (load_problems(data, split) for split in ("train", "eval"))
     assert len(train) + len(heldout) == 200 and 25 <= len(heldout) <= 55
     assert not find_leaks(heldout, train)
-    more = [*reversed(rows), {"question": "new?", "answer": "1"}, {"question": " 3+3? ".upper(), "answer": "6"}]
-    jsonl(file, more)
+    copies = [row | {"question": row["question"].upper().replace(" ", "  ")} for row in rows]
+    jsonl(file, [*reversed(rows), {"question": "new?", "answer": "1"}, *copies])
     kept, again = ({one.question for one in load_problems(data, split)} for split in ("train", "eval"))
     assert {one.question for one in heldout} <= again and {one.question for one in train} <= kept
+    trained, held = ({" ".join(one.casefold().split()) for one in side} for side in (kept, again))
+    assert not trained & held and len(kept) + len(again) == 401, "a copy in capitals is on its question's side"
     other = load_problems(config(file, heldout_fraction=0.2, heldout_seed=1), "eval")
     assert {one.question for one in other} != again
     assert "Leave one of them out" in bad_input(config(file, heldout_fraction=0.2, eval_path=str(file)), "eval")
