@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -115,6 +116,15 @@ def test_a_reward_function_gets_the_episode_and_its_environment(config, tokenize
     made = play(episodes_of(config, problems, 256), tokenizer, [tokenizer.eos_token_id], 1, Scripted(tokenizer))
     records = score(problems, made, [[]] * 2, None, scoring_of(config, owns_reward=True))
     assert [record.reward for record in records] == [3 + 0.7, 1 + 0.3]
+
+
+def test_a_reward_function_decides_nothing_of_an_episode_whose_environment_failed(config, tokenizer):
+    config = config(**{"eval.reward": f"{__name__}:judged"})
+    problems = problems_of(config)
+    made = play(episodes_of(config, problems, 256), tokenizer, [tokenizer.eos_token_id], 1, Scripted(tokenizer))
+    made[1] = replace(made[1], episode=replace(made[1].episode, unknown="its tool did not answer"))
+    known, unknown = score(problems, made, [[]] * 2, None, scoring_of(config, owns_reward=True))
+    assert known.reward == 3 + 0.7 and (unknown.reward, unknown.correct) == (None, None)
 
 
 def test_what_cannot_take_turns_or_has_no_reward_is_refused_before_anything_loads(config):

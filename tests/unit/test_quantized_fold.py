@@ -205,12 +205,14 @@ def test_ranges_of_inputs_come_with_the_adapter_for_every_layer(tmp_path):
     assert (linear.layer.input_peak.item(), linear.layer.input_peak.data_ptr()) == (3.0, before)
     layers = r"1 of 3 layers have no range of their inputs.*k_proj"
     for wrong, message in (
-        (float("nan"), "it has NaN"),
-        (float("inf"), "it has Infinity"),
-        (0.0, layers),
-        (-1.0, layers),
+        ("NaN", "it has NaN"),
+        ("Infinity", "it has Infinity"),
+        ("1e999", "k_proj is inf, expected a number"),
+        ("0.0", layers),
+        ("-1.0", layers),
     ):
-        save_file({"x": torch.zeros(1)}, path, {"input_peaks": json.dumps(peaks | {"k_proj": wrong})})
+        text = json.dumps(peaks | {"k_proj": 7.5}).replace("7.5", wrong)
+        save_file({"x": torch.zeros(1)}, path, {"input_peaks": text})
         with pytest.raises(ValueError, match=message):
             quantized_fold.read_input_peaks(tmp_path, [linear])
 

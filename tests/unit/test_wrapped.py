@@ -1,6 +1,7 @@
 """Language models inside vision-language checkpoints: what is trained, what is written, what is refused."""
 
 import json
+import re
 import shutil
 import warnings
 from functools import cache
@@ -126,6 +127,8 @@ def test_fp8_checkpoint_loads_whole_and_leaves_the_vision_part_unquantized(famil
     assert torch.equal(exact.get_submodule(name).weight, product)
     ignored = read_json(tmp_path / "fp8" / "config.json")["quantization_config"]["ignore"]
     assert all(one.startswith("re:") for one in ignored)
+    unquantized = {name.rpartition(".")[0] for name in base.carried if language_name(name) == name}
+    assert unquantized and all(any(re.match(one[3:], name) for one in ignored) for name in unquantized)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

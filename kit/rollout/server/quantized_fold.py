@@ -128,7 +128,7 @@ def read_input_peaks(directory: Path, linears: "list[Linear]") -> dict[str, floa
     if fault := find_fault(peaks, dict[str, float]):
         raise ValueError(f"{INPUT_PEAKS} of {directory / WEIGHTS} cannot be read: {fault}")
     names = [part.name for linear in linears for part in linear.parts]
-    if missing := [name for name in names if not 0 < peaks.get(name, 0) < float("inf")]:
+    if missing := [name for name in names if peaks.get(name, 0) <= 0]:
         raise ValueError(
             f"{len(missing)} of {len(names)} layers have no range of their inputs from calibration, first {missing[0]}"
         )
