@@ -58,6 +58,7 @@ def test_completions_have_every_message_and_the_version_of_every_turn(run, read_
             written = [message for message in row["messages"] if message["role"] == "assistant"]
             assert row["turn_versions"] == [step - 1] * len(written) and row["completion"] == written[-1]["content"]
             answers = [message["content"] for message in row["messages"] if message["role"] == "tool"]
+            answers = [one for one in answers if "not found" not in one]  # of a tool that there is not
             if row["end"] == "done":
                 assert row["rewards"]["CountingCalculator"] == len(answers) and row["messages"][-1] == written[-1]
             else:  # a call of the last turn was made and not read

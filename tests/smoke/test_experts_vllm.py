@@ -55,7 +55,11 @@ def test_vllm_on_a_cpu_computes_experts_as_transformers_does(served):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSAL)
 def test_vllm_on_a_cpu_names_the_formats_in_which_it_has_no_experts(served, name):
-    assert REFUSAL[name] in json.loads((served / f"{name}.json").read_text())["error"]
+    answer = json.loads((served / f"{name}.json").read_text())
+    if name == "w4a16" and torch.cpu._is_amx_tile_supported():
+        assert answer["rows"], "vLLM has a kernel for processors with AMX, which the kit refuses too"
+    else:
+        assert REFUSAL[name] in answer["error"]
     assert "in bf16 only" in missing_kernel(served / name)
 
 
