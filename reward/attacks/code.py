@@ -4,6 +4,7 @@ The programs stand in `programs.txt`: a section (`#`) of programs with their nam
 """
 
 import json
+import re
 from pathlib import Path
 
 from reward.attacks import Case, sections
@@ -54,8 +55,8 @@ def _fenced(code: str) -> str:
 def _programs() -> list[Case]:
     cases = []
     for section, programs in PROGRAMS.items():
-        kind, _, style = section.partition(" ")
-        gold = json.dumps(GOLDS[style]) if style in GOLDS else GOLD
+        kind, style = section.partition(" ")[0], re.search("(where|under) a .*", section)
+        gold = json.dumps(GOLDS[style[0]]) if style else GOLD
         cases += [
             Case("code", name, _fenced(code), gold, kind == "right", ("code",), PROMPT)
             for name, code in programs.items()
