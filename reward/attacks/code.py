@@ -55,12 +55,9 @@ def _fenced(code: str) -> str:
 def _programs() -> list[Case]:
     cases = []
     for section, programs in PROGRAMS.items():
-        kind, style = section.partition(" ")[0], re.search("(where|under) a .*", section)
-        gold = json.dumps(GOLDS[style[0]]) if style else GOLD
-        cases += [
-            Case("code", name, _fenced(code), gold, kind == "right", ("code",), PROMPT)
-            for name, code in programs.items()
-        ]
+        style = re.search("(where|under) a .*", section)
+        gold, pays = json.dumps(GOLDS[style[0]]) if style else GOLD, section.startswith("right ")
+        cases += [Case("code", name, _fenced(code), gold, pays, ("code",), PROMPT) for name, code in programs.items()]
     return cases
 
 
