@@ -24,7 +24,7 @@ from kit.core.run_directory import RunDir, read_manifest, write_manifest
 from kit.core.run_files import read_json
 from kit.rollout.replica import Replica
 from tests import processes
-from tests.conftest import ROOT
+from tests.conftest import ROOT, ROUNDING
 
 # Three servers start in the first test: 200 s on two cores that had other work.
 pytestmark = pytest.mark.slow
@@ -256,7 +256,7 @@ def test_a_new_version_is_served_as_a_server_that_was_started_on_it(setup):
     tails = np.concatenate([one[-len(s.token_ids) :] for one, s in zip(fresh, samples, strict=True)])
     # The same weights through the same kernels: bit for bit. An adapter of 10 % moves these by 0.5 on average.
     assert np.array_equal(np.concatenate(scored), np.concatenate(fresh))
-    assert np.array_equal(sampled, tails)
+    assert np.abs(sampled - tails).mean() < ROUNDING
     old = setup.fresh.replica.score([prompt + one.token_ids.tolist() for one in before], None, None)
     old = np.concatenate([one[-len(s.token_ids) :] for one, s in zip(old, before, strict=True)])
     assert np.abs(old - np.concatenate([one.logprobs for one in before])).mean() > 0.02, "the versions differ"
@@ -277,7 +277,8 @@ def test_a_second_turn_after_a_sync_is_that_of_a_server_that_was_started_on_the_
         samples = sample(setup.a, context, "turns", 2, n=4)
         fresh = setup.fresh.replica.score([context + one.token_ids.tolist() for one in samples], None, None)
         tails = [one[-len(turn.token_ids) :] for one, turn in zip(fresh, samples, strict=True)]
-        assert np.array_equal(np.concatenate([one.logprobs for one in samples]), np.concatenate(tails))
+        sampled = np.concatenate([one.logprobs for one in samples])
+        assert np.abs(sampled - np.concatenate(tails)).mean() < ROUNDING
 
 
 def test_a_run_from_an_adapter_serves_it_at_once_and_its_kl_to_it_is_0_in_step_1(setup, recipe, tmp_path, read_jsonl):
