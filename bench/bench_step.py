@@ -27,7 +27,8 @@ server with remerge. A variant is levers of workload.py joined by +, or written 
 off, `default` is the configuration's own default, and plain@BC runs for works B and C only. `auto` is train.recompute
 auto, for cards of 80 GB, where `none` does not fit (84 GiB); with `both` KV cache for half of the completions leaves
 more of such a card, server.kv_cache_gib=14 for work A, and server.sleep=true nearly all of it, for the time that a
-replica takes to sleep and wake. `both+overlap` trains and samples at once on both. With server.tensor_parallel=2 both
+replica takes to sleep and wake. `both+overlap` trains and samples at once on both; `yield` has CUDA's multi-process
+service run the replica's kernels before the trainer's. With server.tensor_parallel=2 both
 cards have one replica. A variant's server.* keys and policy.quant_cfg, which runs grpo_qat.py, also apply to its
 servers: a variant with other values waits for servers of its own. --ours gives keys of all our rows and servers, such
 as server.kv_cache=fp8. With --rounds the sides alternate, and a second table has the medians of the rounds. --warm
@@ -83,7 +84,15 @@ from kit.core.run_directory import write_json
 
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
-VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "default": {}, "both": {}, "one": {}}
+VARIANTS = {
+    "plain": {},
+    **LEVERS,
+    "overlap": {"rollout.overlap": "true"},
+    "default": {},
+    "both": {},
+    "one": {},
+    "yield": {},
+}
 VARIANTS["auto"] = {"train.recompute": "auto"}
 SERVED = ("server.", "policy.quant_cfg=")  # keys that a run shares with its servers
 SHARED = {"both": 2, "one": 1}  # cards that train and sample in turn
@@ -270,11 +279,16 @@ class Bench:
 
     def note_ours(self) -> None:
         """Record our server's memory once it is ready and stock's, which takes more when weights arrive, has ended;
-        `Failed` if ours ended."""
+        `Failed` if ours ended or others freed more meanwhile."""
         if {"ours", "stock"} & self.servers.keys() != {"ours"} or "ours" in self.server_gib:
             return
         if self.servers["ours"].is_ready:
-            self.server_gib["ours"] = self.known_gib[tuple(self.served)] = self.grown(self.cards[-1])
+            if (gib := self.grown(self.cards[-1])) is not None and gib < 0:
+                raise Failed(
+                    f"other processes on GPU {self.cards[-1]} ended since this call began: it has {-gib:.1f} GiB less "
+                    "in use, with our server on it. Start the call again"
+                )
+            self.server_gib["ours"] = self.known_gib[tuple(self.served)] = gib
             self.say("our server is ready")
 
     def make_room(self, side: str, load: str) -> None:
@@ -395,6 +409,8 @@ class Bench:
                 replica = ASLEEP_GIB if "server.sleep=true" in served_keys(variant) else self.server_gib["ours"]
                 keys["train.max_gpu_gib"] = int(least - replica - SPARE_GIB)
         words, more = self.launcher(trainers)
+        if "yield" in variant.split("+"):
+            more["CUDA_MPS_CLIENT_PRIORITY"] = "1"  # below normal, for every context of the trainer
         words += ["bench/step/recipe.py", *self.flags(name, load, cards)]
         words += [f"--{key}={value}" for key, value in (keys | levers(variant)).items()]
         metrics = self.work / f"run-{name}" / "metrics.jsonl"

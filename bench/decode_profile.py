@@ -9,7 +9,8 @@ a process of its own, with the kit's sampling (temperature 1, the sampled token'
 `late` are mean ms per step over the first and the last eighth of the completions, `total` is the whole time in
 seconds. Then torch's profiler records --profiled steps in the worker, after prompts of --prompt tokens and after
 prompts nearly as long as the completions: the card's ms per step by kernel group, its idle time, and the most
-expensive kernels. Needs CUDA and vllm. Prints the table last.
+expensive kernels. Needs CUDA and vllm. Prints the table last. A variant that is out of time keeps what it measured;
+SIGTERM ends the command with what there is.
 
 Variants, joined by +: `bf16`, `stored` (in the format of the checkpoint --model), `fp8` (per channel, as
 server.weights has it), `w4a16` or `nvfp4a16` (of --shape; the kernel that vLLM chooses for them), `marlin` (in its
@@ -240,33 +241,65 @@ def child(options: argparse.Namespace) -> None:
         fcntl.flock(turn, fcntl.LOCK_UN)
         fcntl.flock(turn, fcntl.LOCK_EX)
         timed(llm, argparse.Namespace(**vars(options) | {"new": 160}), options.sequences[0])  # warm-up
-        found = [timed(llm, options, count) for count in options.sequences]
+        found: list[dict[str, float]] = []
+        profiles: dict[int, Any] = {}
+
+        def say() -> None:
+            figures = {"variant": options.child, "ready": ready, "rows": found, "profiles": profiles}
+            print("FOUND " + json.dumps(figures), flush=True)
+
+        for count in options.sequences:
+            found.append(timed(llm, options, count))
+            say()
         count, longest = options.sequences[0], options.prompt + options.new - profiled_tokens(options)
         lengths = sorted({options.prompt, max(options.prompt, longest)})
-        profiles = {n: profiled(llm, options, count, traces, n) for n in lengths}
-    print("FOUND " + json.dumps({"variant": options.child, "ready": ready, "rows": found, "profiles": profiles}))
+        for n in lengths:
+            profiles[n] = profiled(llm, options, count, traces, n)
+            say()
 
 
-def run_child(variant: str, options: argparse.Namespace) -> tuple[str, list[str], str, float]:
-    """Run a variant; return it, its lines with figures, the reason if there are none, and seconds. Kill its process
-    group: an engine outlives the process that started it, and keeps its memory."""
-    began, log = time.perf_counter(), options.out.with_suffix("") / f"{variant}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    words = [sys.executable, __file__, *sys.argv[1:], "--child", variant]
-    with open(log, "w") as file:
-        process = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            process.wait(options.limit_s)
-            error = ""
-        except subprocess.TimeoutExpired:
-            error = f"out of time after {options.limit_s:.0f} s; "
-        finally:
+class Children:
+    """The variants' processes. A process group of each, as an engine outlives the process that started it."""
+
+    def __init__(self) -> None:
+        self.running: list[subprocess.Popen] = []
+        self.is_ended = False
+
+    def run(self, variant: str, options: argparse.Namespace) -> tuple[str, dict[str, Any] | None, str, float]:
+        """Run a variant; return it, its figures if there are any, what it missed, and seconds."""
+        began, log = time.perf_counter(), options.out.with_suffix("") / f"{variant}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, __file__, *sys.argv[1:], "--child", variant]
+        if self.is_ended:
+            return variant, None, "not started", 0.0
+        with open(log, "w") as file:
+            process = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            self.running.append(process)
+            late = ""
+            try:
+                process.wait(options.limit_s)
+            except subprocess.TimeoutExpired:
+                late = f"out of time after {options.limit_s:.0f} s; "
+            finally:
+                self.kill(process)
+        said = log.read_text(errors="replace")
+        lines = [line.removeprefix("FOUND ") for line in said.splitlines() if line.startswith("FOUND ")]
+        other = "\n".join(line for line in said.splitlines() if not line.startswith("FOUND "))
+        missed = f"{late}exit {process.returncode}: {other[-2000:]}" if process.returncode else ""
+        return variant, json.loads(lines[-1]) if lines else None, missed, time.perf_counter() - began
+
+    def kill(self, process: subprocess.Popen) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        self.running.remove(process)
+
+    def end(self, *signal_and_frame: Any) -> None:
+        """End all of them; what they have measured is printed."""
+        self.is_ended = True
+        for process in [*self.running]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    said = log.read_text(errors="replace")
-    lines = [line for line in said.splitlines() if line.startswith("FOUND ")]
-    return variant, lines, f"{error}{said[-2000:]}", time.perf_counter() - began
 
 
 def table(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -339,15 +372,16 @@ def main() -> None:
         config = options.model / "config.json"
         longer = {"max_position_embeddings": options.prompt + options.new + 1}
         config.write_text(json.dumps(json.loads(config.read_text()) | longer))
-    results, failed = [], []
+    results, failed, children = [], [], Children()
+    signal.signal(signal.SIGTERM, children.end)
     with ThreadPoolExecutor(len(options.variants) if options.kv_gib else 1) as pool:
-        for variant, lines, error, seconds in pool.map(lambda one: run_child(one, options), options.variants):
-            if lines:
-                results.append(json.loads(lines[0].removeprefix("FOUND ")))
+        for variant, found, missed, seconds in pool.map(lambda one: children.run(one, options), options.variants):
+            if found:
+                results.append(found)
                 options.out.write_text(json.dumps({"command": sys.argv, "results": results}, indent=1))
-            else:
+            if missed:
                 failed.append(variant)
-                print(f"{variant}: {error}", flush=True)
+                print(f"{variant}: {missed}", flush=True)
             print(f"{variant}: {seconds:.0f} s", flush=True)
     table(results, options)
     raise SystemExit(bool(failed))

@@ -4,6 +4,7 @@
 #   bash bench/step_best.sh prepare ab cd           # model, base; a round of A and B on cards 0, 1 and of C, D on 2, 3
 #   ROUND=2 bash bench/step_best.sh ab cd table     # another round, and the table of all
 #   bash bench/step_best.sh prepare ab              # two cards
+#   PAIR_AB=0 bash bench/step_best.sh prepare ab    # one card, which trains and serves
 #   REHEARSE=--rehearse bash bench/step_best.sh prepare ab table       # a tiny shape on a CPU
 #
 # A round is a JSON for each part. PARTS_AB and PARTS_CD choose and order them; parts joined by + run at once:
@@ -13,9 +14,10 @@
 #   stream_B          the update begins with the first groups, strictly on-policy
 #   sleep_A           both cards in turn, replicas asleep during the update
 #   mixed_A           overlapped on both cards: each trains and samples at once; MPS=1 lets their kernels run together
+#   yield_A           with MPS=1: the same, then with the trainer's kernels behind the replica's
 #   tp_D, mixed_tp_D  both cards in turn, or overlapped, with one replica over both, by tensor parallelism; a rehearsal
 #                     needs VLLM_CPU_OMP_THREADS_BIND="0|1"
-#   ours_AB, ours_CD, over_ACD, our_C_over_AB   several rows by one server; over_ with any of the works
+#   ours_AB, ours_CD, over_ACD, our_C_over_AB, our_mixed_A   several rows by one server; over_ with any of the works
 #   update, remerge   bench_update.py on the first card, also Unsloth with UNSLOTH_PATH; remerge_weights.py on the second
 #   flashinfer        wait for its kernels, which `prepare` compiles with FLASHINFER_PATH, a folder to import it from, on
 #                     COMPILE_CARD, unless there is a file flashinfer in WORK; our servers use it from then on, in works C
@@ -28,14 +30,18 @@ ROUND=${ROUND:-1} END_S=${END_S:-3000} REHEARSE=${REHEARSE:-} PYTHON=${PYTHON:-p
 W=${WORK:-/tmp/step_best} OUT=${OUT:-$W/out}
 mkdir -p "$W" "$OUT"
 GIB=${GIB:-$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null | awk '{print int($1 / 1024)}')}
+case ${PAIR_AB:-0,1} in # `both` cards train and sample, or the one that there is
+    *,*) BOTH=both ;;
+    *) BOTH=one COMPILE_CARD=$PAIR_AB PREPARE_CARD=$PAIR_AB ;;
+esac
 V=${V:-fp8+kernels+mlp+logits+shared+none+adamw_fused+cudnn}
 if [ "${GIB:-141}" -lt 100 ]; then
     V=$V+train.micro_batch_tokens=8704 VB=${V/none/auto}
-    BEST_A=stock+both+none+micro=2 BEST_B=stock+both+none+micro=1 BEST_C=stock+both+micro=2+share=.64 BEST_D=stock+both
+    BEST_A=stock+$BOTH+none+micro=2 BEST_B=stock+$BOTH+none+micro=1 BEST_C=stock+$BOTH+micro=2+share=.64 BEST_D=stock+$BOTH
     KV_AB=14 KV_C=15 KV_D=11 KV_OVER_C=42
 else
     VB=$V
-    BEST_A=stock+both+none+micro=4 BEST_B=stock+both+none+micro=4 BEST_C=stock+both+none+micro=1 BEST_D=stock+both+none+micro=2
+    BEST_A=stock+$BOTH+none+micro=4 BEST_B=stock+$BOTH+none+micro=4 BEST_C=stock+$BOTH+none+micro=1 BEST_D=stock+$BOTH+none+micro=2
     KV_AB=16 KV_C=22 KV_D=22 KV_OVER_C=43
 fi
 
@@ -78,18 +84,22 @@ part() { # part CARDS NAME
     case $2 in
         stock_[A-D]) step "$1" "$2" --loads "${2#stock_}" $WARM --stock_sides "${!best}" ;;
         default_[A-D]) step "$1" "$2" --loads "${2#default_}" $WARM ;;
-        ours_AB) ours "$1" "$2" "A B" $KV_AB "$VB+both" "$VB+both+$STREAM@B" "$V+$STREAM@B" "$V+overlap" ;;
-        our_[AB]) ours "$1" "$2" "${2#our_}" $KV_AB "$VB+both" ;;
-        stream_B) ours "$1" "$2" B $KV_AB "$VB+both+$STREAM" "$V+$STREAM" ;;
-        ours_CD) ours "$1" "$2" "C D" $KV_C "$VB+both" ;;
-        our_C) ours "$1" "$2" C $KV_C "$VB+both" ;;
-        our_D) ours "$1" "$2" D $KV_D "$VB+both" ;;
-        our_C_over_AB) ours "$1" "$2" "A B C" $KV_C "$VB+both@C" "$V+overlap@B" "$V+overlap@A" ;;
-        sleep_[ABD]) ours "$1" "$2" "${2#sleep_}" $KV_AB "$V+both+server.sleep=true" ;;
-        mixed_[AB]) ours "$1" "$2" "${2#mixed_}" $KV_AB "$VB+both+overlap" ;;
-        tp_[ABCD]) ours "$1" "$2" "${2#tp_}" $KV_TP "$VB+both+$TP" ;;
-        mixed_tp_[ABCD]) ours "$1" "$2" "${2#mixed_tp_}" $KV_TP "$VB+both+overlap+$TP" ;;
-        mixed_[CD]) ours "$1" "$2" "${2#mixed_}" $KV_C "$VB+both+overlap" ;;
+        ours_AB) ours "$1" "$2" "A B" $KV_AB "$VB+$BOTH" "$VB+$BOTH+$STREAM@B" "$V+$STREAM@B" "$V+overlap" ;;
+        our_[AB]) ours "$1" "$2" "${2#our_}" $KV_AB "$VB+$BOTH" ;;
+        our_mixed_[AB]) ours "$1" "$2" "${2#our_mixed_}" $KV_AB "$VB+$BOTH" "$VB+$BOTH+overlap" ;;
+        our_mixed_[CD]) ours "$1" "$2" "${2#our_mixed_}" $KV_C "$VB+$BOTH" "$VB+$BOTH+overlap" ;;
+        stream_B) ours "$1" "$2" B $KV_AB "$VB+$BOTH+$STREAM" "$V+$STREAM" ;;
+        ours_CD) ours "$1" "$2" "C D" $KV_C "$VB+$BOTH" ;;
+        our_C) ours "$1" "$2" C $KV_C "$VB+$BOTH" ;;
+        our_D) ours "$1" "$2" D $KV_D "$VB+$BOTH" ;;
+        our_C_over_AB) ours "$1" "$2" "A B C" $KV_C "$VB+$BOTH@C" "$V+overlap@B" "$V+overlap@A" ;;
+        sleep_[ABD]) ours "$1" "$2" "${2#sleep_}" $KV_AB "$V+$BOTH+server.sleep=true" ;;
+        mixed_[AB]) ours "$1" "$2" "${2#mixed_}" $KV_AB "$VB+$BOTH+overlap" ;;
+        yield_[AB]) ours "$1" "$2" "${2#yield_}" $KV_AB "$VB+$BOTH+overlap" "$VB+$BOTH+overlap+yield" ;;
+        yield_[CD]) ours "$1" "$2" "${2#yield_}" $KV_C "$VB+$BOTH+overlap" "$VB+$BOTH+overlap+yield" ;;
+        tp_[ABCD]) ours "$1" "$2" "${2#tp_}" $KV_TP "$VB+$BOTH+$TP" ;;
+        mixed_tp_[ABCD]) ours "$1" "$2" "${2#mixed_tp_}" $KV_TP "$VB+$BOTH+overlap+$TP" ;;
+        mixed_[CD]) ours "$1" "$2" "${2#mixed_}" $KV_C "$VB+$BOTH+overlap" ;;
         over_*C*) ours "$1" "$2" "$(sed 's/./& /g' <<<"${2#over_}")" $KV_OVER_C "$V+overlap" ;;
         over_D) ours "$1" "$2" D $KV_D "$V+overlap" ;;
         over_*) ours "$1" "$2" "$(sed 's/./& /g' <<<"${2#over_}")" $KV_AB "$V+overlap" ;;
@@ -125,7 +135,7 @@ pair() { # pair CARDS PARTS...: in turn
 compile() { # FlashInfer's kernels, by an engine that needs them
     VLLM_HAS_FLASHINFER_CUBIN=1 PYTHONPATH=$FLASHINFER_PATH:${PYTHONPATH:-} CUDA_VISIBLE_DEVICES=${COMPILE_CARD:-3} MAX_JOBS=40 nice $PYTHON \
         bench/decode_profile.py --shape 8b --sequences 32 --kv_gib 2 --new 256 --share .3 --variants fp8+kv+flashinfer \
-        --out "$W/flashinfer.json" >"$W/flashinfer.log" 2>&1 && grep -q '"rows"' "$W/flashinfer.json" && touch "$W/flashinfer"
+        --out "$W/compiled.json" >"$W/flashinfer.log" 2>&1 && grep -q '"rows"' "$W/compiled.json" && touch "$W/flashinfer"
     touch "$W/flashinfer.log.end"
     if [ -f "$W/flashinfer" ]; then echo "FlashInfer: ready after $SECONDS s"; else echo "FlashInfer: failed"; tail -5 "$W/flashinfer.log"; fi
 }
@@ -150,7 +160,7 @@ of_cd() { pair "${PAIR_CD:-2,3}" ${PARTS_CD:-stock_D stock_C our_C our_D over_C}
 
 pooled() { (
     shopt -s nullglob
-    $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over,stream,sleep,mixed,tp}_*.json
+    $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over,stream,sleep,mixed,yield,tp}_*.json
 ); }
 
 if [ -n "${MPS:-}" ]; then mps || exit 1; fi

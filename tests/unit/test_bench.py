@@ -1,5 +1,6 @@
 """The benchmarks of bench without their GPU: what they count, and that their levers are the configuration's."""
 
+import argparse
 import ast
 import importlib.util
 import json
@@ -161,6 +162,43 @@ def test_one_card_is_enough_where_every_side_shares_it(bench):
     assert found["rollout"]["server_urls"] == ["http://127.0.0.1:8470"] and found["server"]["gpus"] == [0]
     assert bench_step.stock_rows(made.options, True) == [("stock+one", "A")]
     assert not bench_step.stock_rows(made.options, False) and bench_step.replicas_of("fp8+one@A") == [0]
+
+
+@pytest.mark.parametrize(("variant", "priority"), [("shared+one+overlap", None), ("shared+one+overlap+yield", "1")])
+def test_a_trainer_that_yields_asks_mps_for_the_lower_priority(bench, monkeypatch, variant, priority):
+    made, asked = bench("--load", "A", "--stock_sides", "--variants", variant, "--rehearse"), []
+    monkeypatch.setattr(made, "wait_ours", lambda: None)
+    monkeypatch.setattr(made, "steps_of", lambda *words, **more: asked.append(more.get("CUDA_MPS_CLIENT_PRIORITY")))
+    made.our_steps(variant, "A", 1, [0])
+    assert asked == [priority]
+
+
+def test_a_server_whose_card_was_freed_by_others_has_no_known_memory(bench, monkeypatch):
+    """They ended since the call began, so what its card has in use now is less than then."""
+
+    class Server:
+        is_ready = True
+
+    made = bench("--load", "A", "--stock_sides", "stock+one", "--variants", "default+one")
+    made.empty, made.servers = [30.0], {"ours": Server()}
+    monkeypatch.setattr(made.watch, "now", [16.0])
+    with pytest.raises(bench_step.Failed, match=r"14\.0 GiB less in use"):
+        made.note_ours()
+    assert made.server_gib == {}
+
+
+def test_a_variant_that_is_out_of_time_keeps_what_it_measured(tmp_path, monkeypatch):
+    script = tmp_path / "child.py"
+    lines = [f"print('FOUND {json.dumps({'rows': [*range(n)]})}', flush=True)" for n in (1, 2)]
+    script.write_text("\n".join(["import time", *lines, "time.sleep(600)"]))
+    monkeypatch.setattr(decode_profile, "__file__", str(script))
+    monkeypatch.setattr(sys, "argv", ["decode_profile.py"])
+    options = argparse.Namespace(out=tmp_path / "x.json", limit_s=2)
+    children = decode_profile.Children()
+    variant, found, missed, _ = children.run("fp8", options)
+    assert variant == "fp8" and found == {"rows": [0, 1]} and missed.startswith("out of time after 2 s")
+    children.end()
+    assert children.run("fp8", options)[1:3] == (None, "not started")
 
 
 def test_scaling_is_by_card(capsys):
