@@ -20,8 +20,8 @@
 #   ours_AB, ours_CD, over_ACD, our_C_over_AB, our_mixed_A   several rows by one server; over_ with any of the works
 #   update, remerge   bench_update.py on the first card, also Unsloth with UNSLOTH_PATH; remerge_weights.py on the second
 #   flashinfer        wait for its kernels, which `prepare` compiles with FLASHINFER_PATH, a folder to import it from, on
-#                     COMPILE_CARD, unless there is a file flashinfer in WORK; our servers use it from then on, in works C
-#                     and D as server.kv_cache fastest decides
+#                     COMPILE_CARD, by default the last, unless there is a file flashinfer in WORK; our servers use it
+#                     from then on, in works C and D as server.kv_cache fastest decides
 # OUT and WORK are the folders of results and of the model, PAIR_AB and PAIR_CD the cards; what still runs after END_S
 # seconds ends. Cards of 80 GB get other settings: packs of half the length, smaller micro-batches of stock's.
 set -u
@@ -30,6 +30,7 @@ ROUND=${ROUND:-1} END_S=${END_S:-3000} REHEARSE=${REHEARSE:-} PYTHON=${PYTHON:-p
 W=${WORK:-/tmp/step_best} OUT=${OUT:-$W/out}
 mkdir -p "$W" "$OUT"
 GIB=${GIB:-$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null | awk '{print int($1 / 1024)}')}
+COMPILE_CARD=${COMPILE_CARD:-$(($(nvidia-smi -L 2>/dev/null | wc -l) - 1))} # the last one
 case ${PAIR_AB:-0,1} in # `both` cards train and sample, or the one that there is
     *,*) BOTH=both ;;
     *) BOTH=one COMPILE_CARD=$PAIR_AB PREPARE_CARD=$PAIR_AB ;;
@@ -133,7 +134,7 @@ pair() { # pair CARDS PARTS...: in turn
 }
 
 compile() { # FlashInfer's kernels, by an engine that needs them
-    VLLM_HAS_FLASHINFER_CUBIN=1 PYTHONPATH=$FLASHINFER_PATH:${PYTHONPATH:-} CUDA_VISIBLE_DEVICES=${COMPILE_CARD:-3} MAX_JOBS=40 nice $PYTHON \
+    VLLM_HAS_FLASHINFER_CUBIN=1 PYTHONPATH=$FLASHINFER_PATH:${PYTHONPATH:-} CUDA_VISIBLE_DEVICES=$COMPILE_CARD MAX_JOBS=40 nice $PYTHON \
         bench/decode_profile.py --shape 8b --sequences 32 --kv_gib 2 --new 256 --share .3 --variants fp8+kv+flashinfer \
         --out "$W/compiled.json" >"$W/flashinfer.log" 2>&1 && grep -q '"rows"' "$W/compiled.json" && touch "$W/flashinfer"
     touch "$W/flashinfer.log.end"
