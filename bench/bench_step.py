@@ -84,16 +84,8 @@ from kit.core.run_directory import write_json
 
 OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": "full", "rollout.overlap": "false"}
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
-VARIANTS = {
-    "plain": {},
-    **LEVERS,
-    "overlap": {"rollout.overlap": "true"},
-    "default": {},
-    "both": {},
-    "one": {},
-    "yield": {},
-}
-VARIANTS["auto"] = {"train.recompute": "auto"}
+VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "auto": {"train.recompute": "auto"}}
+VARIANTS |= {name: {} for name in ("default", "both", "one", "yield")}
 SERVED = ("server.", "policy.quant_cfg=")  # keys that a run shares with its servers
 SHARED = {"both": 2, "one": 1}  # cards that train and sample in turn
 SCALING = {
@@ -217,7 +209,6 @@ class Bench:
             shape = "tiny" if self.cpu else "8b"
             words = ["bench/step/model.py", "--out", self.work / "model", "--shape", shape]
             self.child("model", [*words, "--prompt", self.largest.prompt], 200)
-        self.empty = [*self.watch.now]
         asks = with_stock and not all(map(shared_cards, self.options.stock_sides))
         if asks:
             self.serve_stock()
@@ -268,9 +259,9 @@ class Bench:
         return bool(self.options.variants) or self.options.part != "compare"
 
     def grown(self, number: int) -> float | None:
-        """GiB of a card in use now minus those before the servers started."""
-        now, before = self.watch.now, self.empty
-        return now[number] - before[number] if number < min(len(now), len(before)) else None
+        """GiB of a card in use now minus the least since the call began, when another call's may have been ending."""
+        now, least = self.watch.now, self.watch.least
+        return now[number] - least[number] if number < min(len(now), len(least)) else None
 
     def wait_ours(self) -> None:
         if "ours" not in self.server_gib:
@@ -279,16 +270,11 @@ class Bench:
 
     def note_ours(self) -> None:
         """Record our server's memory once it is ready and stock's, which takes more when weights arrive, has ended;
-        `Failed` if ours ended or others freed more meanwhile."""
+        `Failed` if ours ended."""
         if {"ours", "stock"} & self.servers.keys() != {"ours"} or "ours" in self.server_gib:
             return
         if self.servers["ours"].is_ready:
-            if (gib := self.grown(self.cards[-1])) is not None and gib < 0:
-                raise Failed(
-                    f"other processes on GPU {self.cards[-1]} ended since this call began: it has {-gib:.1f} GiB less "
-                    "in use, with our server on it. Start the call again"
-                )
-            self.server_gib["ours"] = self.known_gib[tuple(self.served)] = gib
+            self.server_gib["ours"] = self.known_gib[tuple(self.served)] = self.grown(self.cards[-1])
             self.say("our server is ready")
 
     def make_room(self, side: str, load: str) -> None:

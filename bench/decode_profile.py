@@ -282,24 +282,24 @@ class Children:
                 late = f"out of time after {options.limit_s:.0f} s; "
             finally:
                 self.kill(process)
-        said = log.read_text(errors="replace")
-        lines = [line.removeprefix("FOUND ") for line in said.splitlines() if line.startswith("FOUND ")]
-        other = "\n".join(line for line in said.splitlines() if not line.startswith("FOUND "))
+                process.wait()
+                self.running.remove(process)
+        said = log.read_text(errors="replace").splitlines()
+        figures = [line.removeprefix("FOUND ") for line in said if line.startswith("FOUND ")]
+        other = "\n".join(line for line in said if not line.startswith("FOUND "))
         missed = f"{late}exit {process.returncode}: {other[-2000:]}" if process.returncode else ""
-        return variant, json.loads(lines[-1]) if lines else None, missed, time.perf_counter() - began
+        return variant, json.loads(figures[-1]) if figures else None, missed, time.perf_counter() - began
 
-    def kill(self, process: subprocess.Popen) -> None:
+    @staticmethod
+    def kill(process: subprocess.Popen) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        self.running.remove(process)
 
     def end(self, *signal_and_frame: Any) -> None:
         """End all of them; what they have measured is printed."""
         self.is_ended = True
         for process in [*self.running]:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            self.kill(process)
 
 
 def table(results: list[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -45,6 +45,7 @@ else
     BEST_A=stock+$BOTH+none+micro=4 BEST_B=stock+$BOTH+none+micro=4 BEST_C=stock+$BOTH+none+micro=1 BEST_D=stock+$BOTH+none+micro=2
     KV_AB=16 KV_C=22 KV_D=22 KV_OVER_C=43
 fi
+KV_A=$KV_AB KV_B=$KV_AB
 
 TP=server.tensor_parallel=2 KV_TP=22 # GiB of cache on each card, which holds half of the heads of every sequence
 STREAM=rollout.stream_groups=2 # the update begins with the first groups, strictly on-policy
@@ -79,28 +80,23 @@ ours() { # ours CARDS NAME LOADS KV words...: rows of ours with these levers, by
 }
 
 part() { # part CARDS NAME
-    local best=BEST_${2#stock_}
+    local work=${2##*_} best=BEST_${2##*_} kv=KV_${2##*_}
     WARM="--warm_tokens 128"
     case $2 in *C* | *D) WARM="--warm_tokens 512" ;; esac
     case $2 in
-        stock_[A-D]) step "$1" "$2" --loads "${2#stock_}" $WARM --stock_sides "${!best}" ;;
-        default_[A-D]) step "$1" "$2" --loads "${2#default_}" $WARM ;;
+        stock_[A-D]) step "$1" "$2" --loads "$work" $WARM --stock_sides "${!best}" ;;
+        default_[A-D]) step "$1" "$2" --loads "$work" $WARM ;;
         ours_AB) ours "$1" "$2" "A B" $KV_AB "$VB+$BOTH" "$VB+$BOTH+$STREAM@B" "$V+$STREAM@B" "$V+overlap" ;;
-        our_[AB]) ours "$1" "$2" "${2#our_}" $KV_AB "$VB+$BOTH" ;;
-        our_mixed_[AB]) ours "$1" "$2" "${2#our_mixed_}" $KV_AB "$VB+$BOTH" "$VB+$BOTH+overlap" ;;
-        our_mixed_[CD]) ours "$1" "$2" "${2#our_mixed_}" $KV_C "$VB+$BOTH" "$VB+$BOTH+overlap" ;;
+        our_[A-D]) ours "$1" "$2" "$work" "${!kv}" "$VB+$BOTH" ;;
+        mixed_[A-D]) ours "$1" "$2" "$work" "${!kv}" "$VB+$BOTH+overlap" ;;
+        our_mixed_[A-D]) ours "$1" "$2" "$work" "${!kv}" "$VB+$BOTH" "$VB+$BOTH+overlap" ;;
+        yield_[A-D]) ours "$1" "$2" "$work" "${!kv}" "$VB+$BOTH+overlap" "$VB+$BOTH+overlap+yield" ;;
         stream_B) ours "$1" "$2" B $KV_AB "$VB+$BOTH+$STREAM" "$V+$STREAM" ;;
         ours_CD) ours "$1" "$2" "C D" $KV_C "$VB+$BOTH" ;;
-        our_C) ours "$1" "$2" C $KV_C "$VB+$BOTH" ;;
-        our_D) ours "$1" "$2" D $KV_D "$VB+$BOTH" ;;
         our_C_over_AB) ours "$1" "$2" "A B C" $KV_C "$VB+$BOTH@C" "$V+overlap@B" "$V+overlap@A" ;;
-        sleep_[ABD]) ours "$1" "$2" "${2#sleep_}" $KV_AB "$V+$BOTH+server.sleep=true" ;;
-        mixed_[AB]) ours "$1" "$2" "${2#mixed_}" $KV_AB "$VB+$BOTH+overlap" ;;
-        yield_[AB]) ours "$1" "$2" "${2#yield_}" $KV_AB "$VB+$BOTH+overlap" "$VB+$BOTH+overlap+yield" ;;
-        yield_[CD]) ours "$1" "$2" "${2#yield_}" $KV_C "$VB+$BOTH+overlap" "$VB+$BOTH+overlap+yield" ;;
-        tp_[ABCD]) ours "$1" "$2" "${2#tp_}" $KV_TP "$VB+$BOTH+$TP" ;;
-        mixed_tp_[ABCD]) ours "$1" "$2" "${2#mixed_tp_}" $KV_TP "$VB+$BOTH+overlap+$TP" ;;
-        mixed_[CD]) ours "$1" "$2" "${2#mixed_}" $KV_C "$VB+$BOTH+overlap" ;;
+        sleep_[ABD]) ours "$1" "$2" "$work" $KV_AB "$V+$BOTH+server.sleep=true" ;;
+        tp_[ABCD]) ours "$1" "$2" "$work" $KV_TP "$VB+$BOTH+$TP" ;;
+        mixed_tp_[ABCD]) ours "$1" "$2" "$work" $KV_TP "$VB+$BOTH+overlap+$TP" ;;
         over_*C*) ours "$1" "$2" "$(sed 's/./& /g' <<<"${2#over_}")" $KV_OVER_C "$V+overlap" ;;
         over_D) ours "$1" "$2" D $KV_D "$V+overlap" ;;
         over_*) ours "$1" "$2" "$(sed 's/./& /g' <<<"${2#over_}")" $KV_AB "$V+overlap" ;;

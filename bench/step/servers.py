@@ -238,13 +238,15 @@ def run_flags(work: Path, load: Work, name: str, served: dict[str, Any]) -> list
 
 
 class CardWatch(threading.Thread):
-    """Peak GiB in use on each visible card since `reset`, by all processes, sampled every 50 ms; empty without one."""
+    """GiB in use on each visible card by all processes, sampled every 50 ms: now, the most since `reset`, the least
+    since the start; empty without one."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.peaks: list[float] = []
         self.totals: list[float] = []
         self.now: list[float] = []
+        self.least: list[float] = []
         self.running = True
 
     def run(self) -> None:
@@ -258,6 +260,7 @@ class CardWatch(threading.Thread):
             while self.running:
                 self.now = [pynvml.nvmlDeviceGetMemoryInfo(one).used / 2**30 for one in handles]
                 self.peaks = [max(pair) for pair in zip(self.now, self.peaks or self.now, strict=True)]
+                self.least = [min(pair) for pair in zip(self.now, self.least or self.now, strict=True)]
                 time.sleep(0.05)
         except Exception as error:
             print(f"no memory of the cards: {type(error).__name__}: {error}", flush=True)

@@ -173,18 +173,19 @@ def test_a_trainer_that_yields_asks_mps_for_the_lower_priority(bench, monkeypatc
     assert asked == [priority]
 
 
-def test_a_server_whose_card_was_freed_by_others_has_no_known_memory(bench, monkeypatch):
-    """They ended since the call began, so what its card has in use now is less than then."""
-
-    class Server:
-        is_ready = True
-
+def test_a_servers_memory_leaves_out_what_others_freed_since_the_call_began(bench, monkeypatch):
     made = bench("--load", "A", "--stock_sides", "stock+one", "--variants", "default+one")
-    made.empty, made.servers = [30.0], {"ours": Server()}
-    monkeypatch.setattr(made.watch, "now", [16.0])
-    with pytest.raises(bench_step.Failed, match=r"14\.0 GiB less in use"):
-        made.note_ours()
-    assert made.server_gib == {}
+    used = [30, 16, 47]  # GiB: another call's engine, without it, our server
+
+    def memory(handle):
+        made.watch.running = len(used) > 1
+        return types.SimpleNamespace(used=used.pop(0) * 2**30, total=140 * 2**30)
+
+    used.insert(0, 0)  # asked for the total
+    card = {"nvmlInit": lambda: None, "nvmlDeviceGetCount": lambda: 1, "nvmlDeviceGetHandleByIndex": lambda n: n}
+    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(**card, nvmlDeviceGetMemoryInfo=memory))
+    made.watch.run()
+    assert made.grown(0) == 31 and made.grown(1) is None
 
 
 def test_a_variant_that_is_out_of_time_keeps_what_it_measured(tmp_path, monkeypatch):
