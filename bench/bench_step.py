@@ -27,21 +27,21 @@ server with remerge. A variant is levers of workload.py joined by +, or written 
 off, `default` is the configuration's own default, and plain@BC runs for works B and C only. `auto` is train.recompute
 auto, for cards of 80 GB, where `none` does not fit (84 GiB); with `both` KV cache for half of the completions leaves
 more of such a card, server.kv_cache_gib=14 for work A, and server.sleep=true nearly all of it, for the time that a
-replica takes to sleep and wake. `both+overlap` trains and samples at once on both; `yield` has CUDA's multi-process
-service run the replica's kernels before the trainer's. With server.tensor_parallel=2 both
-cards have one replica. A variant's server.* keys and policy.quant_cfg, which runs grpo_qat.py, also apply to its
-servers: a variant with other values waits for servers of its own. --ours gives keys of all our rows and servers, such
-as server.kv_cache=fp8. With --rounds the sides alternate, and a second table has the medians of the rounds. --warm
-steps, whose completions end at --warm_tokens, come first and do not count; nor does one more step of `overlap`, whose
-batch was generated behind a slow first step. Figures are medians of the others. `step` is wall-clock from the end of a
-step to the end of the next, `gen` the trainer's wait for completions, `refs` the forwards without gradients, `upd`
-forward, backward and optimizer, for our rows everything else; tok/s of rollout and update are over gen and upd, with a
-shared prompt counted for each of its completions. `mfu` is the useful operations (workload.py) over refs + upd and 989
-TFLOP/s. `trainer` is torch's peak of a process, including vLLM in TRL's colocated mode; `card 0` is the driver's
-figure for that card (with `both` or `one` in any variant, including a replica); `server` is what a server took of its
-card when ready. Stock's rows come first; its server then ends in the last round, and in every round if another row
-needs its memory. Our replicas start after stock's colocated rows, and from the second round on stay up beside those
-that left enough of the card free.
+replica takes to sleep and wake. `both+overlap` trains and samples at once on both; under CUDA's multi-process
+service `yield` runs the replica's kernels before the trainer's and `sms=70` keeps the trainer's to 70 % of the card's
+multiprocessors. With server.tensor_parallel=2 both cards have one replica. A variant's server.* keys and
+policy.quant_cfg, which runs grpo_qat.py, also apply to its servers: a variant with other values waits for servers of
+its own. --ours gives keys of all our rows and servers, such as server.kv_cache=fp8. With --rounds the sides alternate,
+and a second table has the medians of the rounds. --warm steps, whose completions end at --warm_tokens, come first and
+do not count; nor does one more step of `overlap`, whose batch was generated behind a slow first step. Figures are
+medians of the others. `step` is wall-clock from the end of a step to the end of the next, `gen` the trainer's wait for
+completions, `refs` the forwards without gradients, `upd` forward, backward and optimizer, for our rows everything
+else; tok/s of rollout and update are over gen and upd, with a shared prompt counted for each of its completions. `mfu`
+is the useful operations (workload.py) over refs + upd and 989 TFLOP/s. `trainer` is torch's peak of a process,
+including vLLM in TRL's colocated mode; `card 0` is the driver's figure for that card (with `both` or `one` in any
+variant, including a replica); `server` is what a server took of its card when ready. Stock's rows come first; its
+server then ends in the last round, and in every round if another row needs its memory. Our replicas start after
+stock's colocated rows, and from the second round on stay up beside those that left enough of the card free.
 
 It stops at --limit_s, ends what it started, and prints the rows so far. Exit 1 when a row failed or was left out.
 """
@@ -86,6 +86,8 @@ OFF = {"policy.compute": "plain", "policy.kernels": "torch", "train.recompute": 
 OFF |= {"train.micro_batch_tokens": "null", "train.optimizer": "adamw_torch", "train.recompute_offload": "false"}
 VARIANTS = {"plain": {}, **LEVERS, "overlap": {"rollout.overlap": "true"}, "auto": {"train.recompute": "auto"}}
 VARIANTS |= {name: {} for name in ("default", "both", "one", "yield")}
+# Words of a variant, as the environment of its trainer
+MPS = {"yield": "CUDA_MPS_CLIENT_PRIORITY", "sms": "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"}
 SERVED = ("server.", "policy.quant_cfg=")  # keys that a run shares with its servers
 SHARED = {"both": 2, "one": 1}  # cards that train and sample in turn
 SCALING = {
@@ -105,6 +107,8 @@ def levers(variant: str) -> dict[str, str]:
     keys = {} if "default" in names else dict(OFF)
     for name in names:
         key, is_key, value = name.partition("=")
+        if key in MPS:
+            continue
         keys |= {key: value} if is_key else VARIANTS[name]
     return keys
 
@@ -395,8 +399,9 @@ class Bench:
                 replica = ASLEEP_GIB if "server.sleep=true" in served_keys(variant) else self.server_gib["ours"]
                 keys["train.max_gpu_gib"] = int(least - replica - SPARE_GIB)
         words, more = self.launcher(trainers)
-        if "yield" in variant.split("+"):
-            more["CUDA_MPS_CLIENT_PRIORITY"] = "1"  # below normal, for every context of the trainer
+        for word, _, value in (one.partition("=") for one in variant.split("+")):
+            if word in MPS:
+                more[MPS[word]] = value or "1"  # priority 1 is below normal
         words += ["bench/step/recipe.py", *self.flags(name, load, cards)]
         words += [f"--{key}={value}" for key, value in (keys | levers(variant)).items()]
         metrics = self.work / f"run-{name}" / "metrics.jsonl"

@@ -14,10 +14,11 @@ SIGTERM ends the command with what there is.
 
 Variants, joined by +: `bf16`, `stored` (in the format of the checkpoint --model), `fp8` (per channel, as
 server.weights has it), `w4a16` or `nvfp4a16` (of --shape; the kernel that vLLM chooses for them), `marlin` (in its
-place), `kv` (FP8 KV cache, server.kv_cache fp8), `ngram` (server.speculation ngram, four drafts), `fused` (vLLM's own
-kernels for norm and quantization, activation and quantization in place of Inductor's) or `rope` (for the norms of
-queries and keys with the rotary embedding), `torch` (cuBLAS in place of CUTLASS), `triton` or `flashinfer` (for
-attention in place of FlashAttention), `tp2` (two cards for one engine).
+place), `kv` (FP8 KV cache, server.kv_cache fp8), `ngram` (server.speculation ngram, four drafts), `ngram_gpu` (the
+same looked up on the card, with async scheduling), `fused` (vLLM's own kernels for norm and quantization, activation
+and quantization in place of Inductor's) or `rope` (for the norms of queries and keys with the rotary embedding),
+`torch` (cuBLAS in place of CUTLASS), `triton` or `flashinfer` (for attention in place of FlashAttention), `tp2` (two
+cards for one engine).
 
 `--words 2` lets the sampler choose between two tokens only, so that random weights write a text in which drafts of
 n-grams are accepted about half of the time; `--words 1`, always. `per pass` is the mean of tokens that a sequence gets
@@ -69,6 +70,15 @@ LEVERS: dict[str, dict[str, Any]] = {
         },
         "async_scheduling": False,  # as a server of the kit that drafts
     },
+    "ngram_gpu": {
+        "speculative_config": {
+            "method": "ngram_gpu",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 4,
+        },
+        "async_scheduling": True,
+    },
     "fused": {"compilation_config": FUSED},
     "rope": {"compilation_config": ROPE},
     "w4a16": {},
@@ -89,6 +99,7 @@ GROUPS = (
     ("norm, activation, quantization", r"norm|quant|silu|rotary|rope"),
 )
 TOP = 20
+DRAFTING = {"ngram", "ngram_gpu"}
 LAYOUTS = {"w4a16", "nvfp4a16"}  # written by `python -m merge`
 
 
@@ -124,7 +135,7 @@ def engine(options: argparse.Namespace, variant: str, traces: Path | None) -> An
         gpu_memory_utilization=options.share,
         enforce_eager=options.rehearse,
         enable_prefix_caching=False,
-        disable_log_stats="ngram" not in variant.split("+"),
+        disable_log_stats=not DRAFTING & {*variant.split("+")},
         seed=0,
         **keys,
     )
@@ -184,7 +195,7 @@ SETTLE = 90  # steps until every prompt, of any length, has been processed
 
 def profiled_tokens(options: argparse.Namespace) -> int:
     """New tokens that last for the steps of a profile; with drafts a step writes up to five."""
-    return (options.profiled + SETTLE + 10) * (5 if "ngram" in options.child.split("+") else 1)
+    return (options.profiled + SETTLE + 10) * (5 if DRAFTING & {*options.child.split("+")} else 1)
 
 
 def profiled(llm: Any, options: argparse.Namespace, count: int, traces: Path, prompt: int) -> dict[str, Any]:

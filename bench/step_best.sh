@@ -15,6 +15,7 @@
 #   sleep_A           both cards in turn, replicas asleep during the update
 #   mixed_A           overlapped on both cards: each trains and samples at once; MPS=1 lets their kernels run together
 #   yield_A           with MPS=1: the same, then with the trainer's kernels behind the replica's
+#   sms_A, sms_CD     with MPS=1: the same as mixed_, then with the trainer's kernels on SMS % of the multiprocessors
 #   tp_D, mixed_tp_D  both cards in turn, or overlapped, with one replica over both, by tensor parallelism; a rehearsal
 #                     needs VLLM_CPU_OMP_THREADS_BIND="0|1"
 #   ours_AB, ours_CD, over_ACD, our_C_over_AB, our_mixed_A   several rows by one server; over_ with any of the works
@@ -80,7 +81,7 @@ ours() { # ours CARDS NAME LOADS KV words...: rows of ours with these levers, by
 }
 
 part() { # part CARDS NAME
-    local work=${2##*_} best=BEST_${2##*_} kv=KV_${2##*_}
+    local work=${2##*_} best=BEST_${2##*_} kv=KV_${2##*_} rows one
     WARM="--warm_tokens 128"
     case $2 in *C* | *D) WARM="--warm_tokens 512" ;; esac
     case $2 in
@@ -91,6 +92,13 @@ part() { # part CARDS NAME
         mixed_[A-D]) ours "$1" "$2" "$work" "${!kv}" "$VB+$BOTH+overlap" ;;
         our_mixed_[A-D]) ours "$1" "$2" "$work" "${!kv}" "$VB+$BOTH" "$VB+$BOTH+overlap" ;;
         yield_[A-D]) ours "$1" "$2" "$work" "${!kv}" "$VB+$BOTH+overlap" "$VB+$BOTH+overlap+yield" ;;
+        sms_*) # several values of SMS are several rows
+            kv=$KV_AB
+            case $2 in *C* | *D*) kv=$KV_C ;; esac
+            rows=("$VB+$BOTH+overlap")
+            for one in ${SMS:-70}; do rows+=("$VB+$BOTH+overlap+sms=$one"); done
+            ours "$1" "$2" "$(sed 's/./& /g' <<<"${2#sms_}")" "$kv" "${rows[@]}"
+            ;;
         stream_B) ours "$1" "$2" B $KV_AB "$VB+$BOTH+$STREAM" "$V+$STREAM" ;;
         ours_CD) ours "$1" "$2" "C D" $KV_C "$VB+$BOTH" ;;
         our_C_over_AB) ours "$1" "$2" "A B C" $KV_C "$VB+$BOTH@C" "$V+overlap@B" "$V+overlap@A" ;;
@@ -157,7 +165,7 @@ of_cd() { pair "${PAIR_CD:-2,3}" ${PARTS_CD:-stock_D stock_C our_C our_D over_C}
 
 pooled() { (
     shopt -s nullglob
-    $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over,stream,sleep,mixed,yield,tp}_*.json
+    $PYTHON bench/step/step_table.py "$OUT"/{stock,default,our,ours,over,stream,sleep,mixed,yield,sms,tp}_*.json
 ); }
 
 if [ -n "${MPS:-}" ]; then mps || exit 1; fi

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from kit.core.cards import part_fault
 from kit.core.checkpoint_files import quantization_of
 from kit.core.errors import BadInput
 from kit.core.file_kinds import MODEL_CONFIG
@@ -48,6 +49,13 @@ def vllm_version() -> str:
         "eval.backend is vllm, which is not installed in this environment. Install requirements-cuda.txt or "
         "requirements-cpu.txt (make install), or use --eval.backend transformers."
     )
+
+
+def check_vllm() -> None:
+    """Raise `BadInput` if vLLM is not installed, or would use a part of a GPU."""
+    vllm_version()
+    if not is_cpu_build() and (fault := part_fault(os.environ)):
+        raise BadInput(fault)
 
 
 def is_cpu_build() -> bool:

@@ -19,7 +19,7 @@ from eval.backends import Answers, Asking, ask_transformers, check_backend
 from eval.cells import Cell, read_cell, write_cell
 from eval.episodes import Episodes, close_all, episodes_of
 from eval.hygiene import limits_of
-from eval.machine import missing_kernel, package_versions, vllm_version
+from eval.machine import check_vllm, missing_kernel, package_versions, vllm_version
 from eval.naming import trained_name
 from eval.options import add_configuration, add_problem_options, command_parser
 from eval.power import minimum_detectable_effect
@@ -120,7 +120,7 @@ def make_plan(arguments: argparse.Namespace, overrides: list[str]) -> Plan:
     formats = artifacts.check_formats(arguments.formats or config.eval.formats)
     endpoints = find_endpoints(arguments, config, formats)
     if config.eval.backend == "vllm":
-        vllm_version()
+        check_vllm()
     sources = artifacts.find_sources(run, formats)
     problems = held_out(config.data, config.eval.max_problems, training, config.eval.reward)
     base = None  # the original checkpoint is only needed for the nf4 cells

@@ -27,6 +27,7 @@ from eval import vllm_log
 from eval.artifacts import POLICIES, merge_missing
 from eval.machine import VLLM, machine, missing_kernel, package_versions
 from eval.serving_client import closed_loop, make_prompts, summarize, vocabulary
+from kit.core.cards import part_fault
 from kit.core.errors import CHECK_FAILED, DONE, BadInput, CheckFailed, Interrupted, run_command
 from kit.core.file_kinds import MODEL_CONFIG
 from kit.core.formats import FORMATS
@@ -129,6 +130,8 @@ def check(arguments: argparse.Namespace) -> Settings:
         "disable_uvicorn_access_log": True,
     }
     if not vllm.is_cpu:
+        if fault := part_fault(os.environ):
+            raise BadInput(fault)
         options["gpu_memory_utilization"] = arguments.gpu_memory_utilization
     return Settings(
         checkpoints=checkpoints,

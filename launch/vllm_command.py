@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kit.core import format_names
+from kit.core.cards import part_fault
 from kit.core.config import card_rules, format_rules, share_rules, speculation_rules
 from kit.core.config.schema import Config
 from kit.core.draft_checkpoint import draft_directory, draft_faults, read_draft, recurrent_layers
@@ -285,6 +286,8 @@ def plans(
     formats = [*format_names.faults(config), *format_rules.faults(config)]
     faults = [*formats, *share_rules.faults(config), *speculation_rules.faults(config)]
     faults += [*_unservable(config, vllm), *_flags(config)]
+    if not vllm.is_cpu and (fault := part_fault(os.environ)):
+        faults.append(fault)
     for name, capability in cards if not formats else ():
         faults += card_rules.server_faults(config, name, capability)
     cache = kv_cache.choose(config, vllm.is_cpu, cards, language_facts(config))

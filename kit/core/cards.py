@@ -5,8 +5,11 @@ read in vLLM 0.31.0: kernels/linear/__init__.py and the `is_supported` of its ke
 cuda.py and the attention backends. `kit/core/config/card_rules.py` compares a configuration with a row.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+# For CUDA's multi-process service: the share of a card's multiprocessors, in %, that a process may use.
+PART_OF_CARD = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 W8A8, W8A16, W16A16, W4A4, W4A16 = "W8A8", "W8A16", "W16A16", "W4A4", "W4A16"
 
 
@@ -103,6 +106,17 @@ GENERATIONS = (
 def generation(capability: tuple[int, int]) -> Generation:
     """The row of a compute capability; the oldest one for a GPU that is older than all."""
     return next((row for row in reversed(GENERATIONS) if row.capability <= tuple(capability)), GENERATIONS[0])
+
+
+def part_fault(environment: Mapping[str, str]) -> str | None:
+    """Error text if a vLLM server with this environment would use a part of a card; None if it would not."""
+    part = environment.get(PART_OF_CARD, "")
+    if not part or part == "100":
+        return None
+    return (
+        f"{PART_OF_CARD} is {part}: on a part of an H200 products were wrong by half without an error (70 %), and "
+        "vLLM's were never compared on one. Leave that variable out for servers."
+    )
 
 
 def first_fp8() -> str:

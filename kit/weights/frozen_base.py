@@ -36,6 +36,7 @@ from kit.weights.model_files import (
 )
 from kit.weights.nf4 import BLOCK_SIZE, PIECE, block_maxima, dequantize_with, one_thread, quantize_weight
 from kit.weights.plain_linear import check_linears, plain_linears
+from kit.weights.products import check_products
 from kit.weights.wrapped import loading
 
 GATHERED_BYTES = 1 << 29  # of a split base, or one larger tensor, in a process's memory while it is hashed
@@ -139,8 +140,12 @@ def _whole_model(path: str | Path, config: Any, **options: Any) -> torch.nn.Modu
 
 
 def default_device() -> torch.device:
-    """This process's GPU, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """This process's GPU, or the CPU. `CheckFailed` for a GPU that multiplies wrong."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    check_products(device)
+    return device
 
 
 def stored_linears(model: torch.nn.Module) -> list[str]:

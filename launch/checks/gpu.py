@@ -1,5 +1,6 @@
 """GPU checks of `launch.doctor`: driver, torch, bitsandbytes, vLLM, collectives."""
 
+import os
 import re
 import tempfile
 from collections import Counter
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kit.core.cards import Generation, generation
+from kit.core.cards import PART_OF_CARD, Generation, generation
 from kit.core.config.card_rules import describe, multiplies, server_faults, trainer_faults
 from kit.core.formats import FORMATS, packed_format
 from kit.core.processor import multiplies_int4
@@ -170,7 +171,8 @@ def torch_rows(machine: Machine, outcome: Outcome) -> Iterator[Row]:
             if isinstance(error, str) or error > (WRONG_FP8 if kind == "fp8" else WRONG_BF16):
                 broken += 1
                 told = error if isinstance(error, str) else f"is off by {error:.1%}"
-                yield fail(f"GPU {index} ({device['name']}): a {kind} product: {told}", install_command(machine))
+                fix = f"unset {PART_OF_CARD}" if os.environ.get(PART_OF_CARD) else install_command(machine)
+                yield fail(f"GPU {index} ({device['name']}): a {kind} product: {told}", fix)
     if not broken:
         driver = machine.gpus[0].driver
         yield ok(f"{build}, driver {driver}; {len(facts['devices'])} GPUs compute correct products")

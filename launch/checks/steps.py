@@ -78,6 +78,9 @@ def torch_devices() -> dict:
     """The devices torch sees, and the error of a matrix product on each, in 16 bits and FP8."""
     import torch
 
+    from kit.weights.products import SHAPES as PRODUCTS
+    from kit.weights.products import product_error
+
     facts: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "devices": []}
     facts["available"] = torch.cuda.is_available()
     if not facts["available"]:
@@ -95,9 +98,8 @@ def torch_devices() -> dict:
         capability = torch.cuda.get_device_capability(index)
         a, b = left.to(device), right.to(device)
         half = _half(index)
-        errors: dict[str, float | str] = {
-            half: _error(a.to(getattr(torch, half)) @ b.to(getattr(torch, half)).T, exact)
-        }
+        dtype = getattr(torch, half)
+        errors: dict[str, float | str] = {half: round(max(product_error(*one, device, dtype) for one in PRODUCTS), 5)}
         if generation(capability).trainer_fp8:
             one = torch.ones((), device=device)
             kind = torch.float8_e4m3fn

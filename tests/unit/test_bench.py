@@ -164,13 +164,23 @@ def test_one_card_is_enough_where_every_side_shares_it(bench):
     assert not bench_step.stock_rows(made.options, False) and bench_step.replicas_of("fp8+one@A") == [0]
 
 
-@pytest.mark.parametrize(("variant", "priority"), [("shared+one+overlap", None), ("shared+one+overlap+yield", "1")])
-def test_a_trainer_that_yields_asks_mps_for_the_lower_priority(bench, monkeypatch, variant, priority):
-    made, asked = bench("--load", "A", "--stock_sides", "--variants", variant, "--rehearse"), []
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ("", {}),
+        ("+yield", {"CUDA_MPS_CLIENT_PRIORITY": "1"}),
+        ("+sms=70", {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "70"}),
+    ],
+)
+def test_a_trainer_beside_a_replica_asks_mps_for_what_its_variant_names(bench, monkeypatch, words, asked):
+    variant, found = f"shared+one+overlap{words}", []
+    made = bench("--load", "A", "--stock_sides", "--variants", variant, "--rehearse")
     monkeypatch.setattr(made, "wait_ours", lambda: None)
-    monkeypatch.setattr(made, "steps_of", lambda *words, **more: asked.append(more.get("CUDA_MPS_CLIENT_PRIORITY")))
+    monkeypatch.setattr(made, "steps_of", lambda *words, **more: found.append((words[1], more)))
     made.our_steps(variant, "A", 1, [0])
-    assert asked == [priority]
+    [(flags, more)] = found
+    assert {name: value for name, value in more.items() if "MPS" in name} == asked
+    assert not [flag for flag in flags if str(flag).startswith(("--sms", "--yield"))]
 
 
 def test_a_servers_memory_leaves_out_what_others_freed_since_the_call_began(bench, monkeypatch):

@@ -1,0 +1,87 @@
+"""Products of a process that CUDA's multi-process service keeps to a part of a card: relative errors by size.
+
+    python bench/products_check.py --percent 100 90 70 50 --out products.json
+
+For every percentage a process of its own multiplies random matrices of the sizes that the kit checks before it loads
+(kit/weights/products.py), in BF16 by cuBLAS and, for sizes of the base, in FP8 as `policy.compute fp8` does. The
+service runs for this command alone. Exit 1 if a product is off by more than the kit allows. Needs CUDA.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from kit.core.cards import PART_OF_CARD, generation
+from kit.core.run_directory import write_json
+
+FP8_ERROR = 0.06  # of rows rounded to FP8: .038 where products are right
+
+
+def errors() -> dict:
+    """Multiprocessors of this process, and the error of each product by its size."""
+    import torch
+
+    from kit.weights.products import SHAPES, product_error
+    from kit.weights.stored_weight import quantize_rows, scaled_product
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    sizes = SHAPES if device.type == "cuda" else [(rows // 64, 64, 64) for rows, *_ in SHAPES]
+    found = {"bfloat16": [product_error(*size, device, torch.bfloat16) for size in sizes], "fp8": []}
+    count = None
+    if device.type == "cuda":
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == "cpu" or generation(torch.cuda.get_device_capability(device)).trainer_fp8:
+        for rows, inputs, outputs in sizes:
+            x, weight = (torch.randn(n, inputs, device=device, dtype=torch.bfloat16) for n in (rows, outputs))
+            (left, by_row), (right, by_column) = quantize_rows(x), quantize_rows(weight)
+            product = scaled_product(left, right, by_row, by_column.view(1, -1), torch.bfloat16)[:4].double().cpu()
+            exact = x[:4].double().cpu() @ weight.double().cpu().T
+            found["fp8"].append(((product - exact).norm() / exact.norm()).item())
+    return {"sizes": sizes, "multiprocessors": count, "errors": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--percent", type=int, nargs="+", default=[100, 90, 80, 70, 60, 50, 40, 30])
+    parser.add_argument("--rehearse", action="store_true", help="small sizes on a CPU, without the service")
+    parser.add_argument("--out", type=Path, required=True, help="JSON with every number")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print("FOUND " + json.dumps(errors()))
+        return
+    rows, wrong = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        if not options.rehearse:
+            subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=True)
+        try:
+            for percent in options.percent:
+                words = [sys.executable, __file__, *sys.argv[1:], "--child"]
+                mine = environment | {PART_OF_CARD: str(percent)}
+                done = subprocess.run(words, env=mine, stdout=subprocess.PIPE, text=True, check=True)
+                [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+                rows.append({"percent": percent} | json.loads(line.removeprefix("FOUND ")))
+        finally:
+            if not options.rehearse:
+                subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, check=False)
+    write_json(options.out, {"command": sys.argv, "rows": rows})
+    from kit.weights.products import LARGEST_ERROR
+
+    for row in rows:
+        print(f"\n{row['percent']} %, {row['multiprocessors']} multiprocessors")
+        for kind, bound in (("bfloat16", LARGEST_ERROR), ("fp8", FP8_ERROR)):
+            for size, error in zip(row["sizes"], row["errors"][kind], strict=False):
+                wrong += not error <= bound
+                print(f"  {kind:9} {'x'.join(map(str, size)):>18} {error:8.1e}{'' if error <= bound else '  WRONG'}")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
