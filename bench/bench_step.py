@@ -28,7 +28,7 @@ off, `default` is the configuration's own default, and plain@BC runs for works B
 auto, for cards of 80 GB, where `none` does not fit (84 GiB); with `both` KV cache for half of the completions leaves
 more of such a card, server.kv_cache_gib=14 for work A, and server.sleep=true nearly all of it, for the time that a
 replica takes to sleep and wake. `both+overlap` trains and samples at once on both; under CUDA's multi-process
-service `yield` runs the replica's kernels before the trainer's and `sms=70` keeps the trainer's to 70 % of the card's
+service `yield` runs the replica's kernels before the trainer's and `sms=50` keeps the trainer's to 50 % of the card's
 multiprocessors. With server.tensor_parallel=2 both cards have one replica. A variant's server.* keys and
 policy.quant_cfg, which runs grpo_qat.py, also apply to its servers: a variant with other values waits for servers of
 its own. --ours gives keys of all our rows and servers, such as server.kv_cache=fp8. With --rounds the sides alternate,

@@ -207,9 +207,14 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
 
 def load_policy_base(config: Config, shared: dict[str, Any] | None = None) -> "torch.nn.Module":
     """Load the frozen base without an adapter, on this process's device except what `policy.embeddings` keeps on the
-    host; with `shared`, map it from a server's memory (kit/weights/shared_memory.py)."""
-    from kit.policy.host_embedding import keep_embedding_on_host
+    host; with `shared`, map it from a server's memory (kit/weights/shared_memory.py). `CheckFailed` for a GPU that
+    multiplies wrong."""
+    from accelerate import PartialState
 
+    from kit.policy.host_embedding import keep_embedding_on_host
+    from kit.weights.products import check_products
+
+    check_products(PartialState().device)
     if shared is not None:
         model = map_stored(config, shared)
     else:

@@ -112,7 +112,6 @@ from kit.train.streaming import LAST, ROWS, STREAM, Part, joined
 from kit.train.trackers import figures, prepare_trackers, send_completions
 from kit.train.trained_policy import TrainedPolicy
 from kit.train.trl_trainer import GRPOConfig, GRPOTrainer, typed_fields
-from kit.weights.products import check_products
 from reward.own import RewardFailed
 
 KEPT_LOGS = 100  # of transformers' history of logs
@@ -259,13 +258,11 @@ def check_optimizer(arguments: GRPOConfig) -> None:
 
 
 def check_card(config: Config) -> None:
-    """Raise `BadInput` if the GPU, if there is one, cannot train this configuration (`card_rules.py`), and
-    `CheckFailed` if it multiplies wrong."""
+    """Raise `BadInput` if the GPU, if there is one, cannot train this configuration (`card_rules.py`)."""
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         if found := trainer_faults(config, *gpu):
             raise BadInput("\n".join(found))
-        check_products()
 
 
 class NewWeights(TrainerCallback):

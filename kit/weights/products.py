@@ -41,36 +41,28 @@ def product_error(rows: int, inputs: int, outputs: int, device: torch.device, dt
     return math.inf if math.isnan(error) else error
 
 
-def own_device() -> torch.device:
-    """The GPU that accelerate gives this process, the current one without a launcher."""
-    number = os.environ.get("LOCAL_RANK")
-    if number is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cuda", int(number) % torch.cuda.device_count())
-
-
-@functools.cache
-def check_products(device: torch.device | None = None) -> None:
-    """Raise `CheckFailed` if products of this process's GPU, or of `device`, are wrong; once per process and device, a
-    no-op without a GPU."""
-    if device is None:
-        if not torch.cuda.is_available():
-            return
-        device = own_device()
-    row = generation(torch.cuda.get_device_capability(device))
-    dtype = getattr(torch, row.dtypes[0])
-    errors = {shape: product_error(*shape, device, dtype) for shape in SHAPES}
+def product_fault(device: torch.device) -> str | None:
+    """Error text if products of a GPU are wrong in its 16-bit dtype; None if they are right."""
+    kind = generation(torch.cuda.get_device_capability(device)).dtypes[0]
+    errors = {shape: product_error(*shape, device, getattr(torch, kind)) for shape in SHAPES}
     torch.cuda.empty_cache()
     wrong = {shape: error for shape, error in errors.items() if error > LARGEST_ERROR}
     if not wrong:
-        return
+        return None
     (rows, inputs, outputs), error = max(wrong.items(), key=lambda one: one[1])
     card = torch.cuda.get_device_properties(device)
     why = "If CUDA's multi-process service keeps it to a part of the card, lift that; if not, test card and driver."
     if part := os.environ.get(PART_OF_CARD):
         why = f"{PART_OF_CARD} is {part}; leave that variable out."
-    raise CheckFailed(
+    return (
         f"{len(wrong)} of {len(errors)} products of {card.name} are wrong: that of ({rows}, {inputs}) and ({inputs}, "
-        f"{outputs}) in {row.dtypes[0]} by {error:.0%}. This process may use {card.multi_processor_count} of its "
+        f"{outputs}) in {kind} by {error:.0%}. This process may use {card.multi_processor_count} of its "
         f"multiprocessors. {why}"
     )
+
+
+@functools.cache
+def check_products(device: torch.device) -> None:
+    """Raise `CheckFailed` if products of `device` are wrong; once per process and device, a no-op for a CPU."""
+    if device.type == "cuda" and (fault := product_fault(device)):
+        raise CheckFailed(fault)

@@ -94,10 +94,7 @@ def test_the_trainer_refuses_its_own_gpu_before_it_loads_a_weight(monkeypatch):
     with pytest.raises(BadInput, match=r"model.dtype is bfloat16, which Tesla T4 .* float16 or float32"):
         check_card(config())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    checked = []
-    monkeypatch.setattr("kit.train.trainer.check_products", lambda: checked.append(True))
     check_card(config())
-    assert checked
 
 
 @pytest.mark.parametrize(

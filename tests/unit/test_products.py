@@ -1,10 +1,12 @@
 """A GPU that multiplies wrong, as one under CUDA's multi-process service may, is refused before a weight is loaded."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import kit.policy.load
 import kit.weights.frozen_base
 from eval import machine
 from kit.core.cards import PART_OF_CARD
@@ -28,9 +30,6 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     seen = SimpleNamespace(name="NVIDIA H200", multi_processor_count=92)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
-    products.check_products.cache_clear()
-    yield
-    products.check_products.cache_clear()
 
 
 def break_few_rows(monkeypatch, value):
@@ -47,7 +46,7 @@ def break_few_rows(monkeypatch, value):
 
 
 def test_right_products_pass_in_every_dtype_of_a_policy(card):
-    products.check_products(CPU)
+    assert products.product_fault(CPU) is None
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert products.product_error(*SIZES[0], CPU, dtype) < products.LARGEST_ERROR / 4
 
@@ -57,32 +56,32 @@ def test_a_wrong_product_names_its_size_and_the_part_of_the_card(card, monkeypat
     break_few_rows(monkeypatch, value)
     monkeypatch.setenv(PART_OF_CARD, "70")
     said = rf"1 of 2 products of NVIDIA H200 are wrong: that of \(4, 64\) and \(64, 96\) in bfloat16 by {by}.* 92 of"
-    with pytest.raises(CheckFailed, match=f"{said}.*{PART_OF_CARD} is 70; leave that variable out"):
-        products.check_products(CPU)
+    assert re.match(f"{said}.*{PART_OF_CARD} is 70; leave that variable out", products.product_fault(CPU))
     monkeypatch.delenv(PART_OF_CARD)
-    with pytest.raises(CheckFailed, match="multi-process service keeps it to a part"):
-        products.check_products(CPU)
+    assert "multi-process service keeps it to a part" in products.product_fault(CPU)
 
 
-def test_a_process_checks_its_own_card_once(card, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    devices = []
-    monkeypatch.setattr(products, "product_error", lambda *words: devices.append(words[3]) or 0.0)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    products.check_products()
-    products.check_products()
-    assert devices == [torch.device("cuda", 1)] * len(SIZES)
-    monkeypatch.delenv("LOCAL_RANK")
-    assert products.own_device() == torch.device("cuda", 0)
-
-
-def test_without_a_gpu_nothing_is_checked(monkeypatch):
-    monkeypatch.setattr(products, "product_error", lambda *words: pytest.fail("multiplied"))
+def test_a_process_checks_its_card_once_and_a_cpu_never(monkeypatch):
+    found = {torch.device("cuda", 0): None, torch.device("cuda", 1): "2 of 2 products are wrong"}
+    checked = []
+    monkeypatch.setattr(products, "product_fault", lambda device: checked.append(device) or found[device])
     products.check_products.cache_clear()
-    products.check_products()
-    assert kit.weights.frozen_base.default_device() == CPU
+    for _ in range(2):
+        products.check_products(CPU)
+        products.check_products(torch.device("cuda", 0))
+    assert checked == [torch.device("cuda", 0)]
+    with pytest.raises(CheckFailed, match="2 of 2 products are wrong"):
+        products.check_products(torch.device("cuda", 1))
+
+
+def test_a_trainer_checks_its_device_before_it_loads_the_base(monkeypatch):
+    def refused(device):
+        raise CheckFailed(f"{device} multiplies wrong")
+
+    monkeypatch.setattr(products, "check_products", refused)
+    monkeypatch.setattr(kit.policy.load, "load_frozen", lambda *words, **more: pytest.fail("loaded"))
+    with pytest.raises(CheckFailed, match="cpu multiplies wrong"):
+        kit.policy.load.load_policy_base(load_config(CONFIG, []))
 
 
 def test_tools_that_choose_a_gpu_check_it_first(monkeypatch):
