@@ -70,7 +70,10 @@ ours() { # ours CARDS NAME LOADS KV words...: rows of ours with these levers, by
         export VLLM_HAS_FLASHINFER_CUBIN=1 # or vLLM asks a server on the internet before it takes XQA
         path=$FLASHINFER_PATH:$path
         case $name:$loads in
-            tp_* | mixed_tp_*) keys="$keys+server.vllm={attention_backend: FLASHINFER}" ;;
+            # vLLM would first compile FlashInfer's fused all-reduce, which takes NVLink multicast where it can
+            tp_* | mixed_tp_*)
+                keys="$keys+server.vllm={attention_backend: FLASHINFER, compilation_config: {pass_config: {fuse_allreduce_rms: false}}}"
+                ;;
             *:*C* | *:*D*) keys=server.kv_cache_gib=$kv ;; # server.kv_cache fastest takes both by itself
             *) keys="$keys+server.vllm={attention_backend: FLASHINFER}" ;;
         esac
