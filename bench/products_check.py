@@ -3,7 +3,7 @@
     python bench/products_check.py --percent 100 90 70 50 --out products.json
 
 For every percentage a process of its own multiplies random matrices of the sizes that the kit checks before it loads
-(kit/weights/products.py), in BF16 by cuBLAS and, for sizes of the base, in FP8 as `policy.compute fp8` does. The
+(kit/weights/products.py), in BF16 by cuBLAS and, where the card has it, in FP8 as `policy.compute fp8` does. The
 service runs for this command alone. Exit 1 if a product is off by more than the kit allows. Needs CUDA.
 """
 
