@@ -109,6 +109,7 @@ def main() -> None:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     import kit.policy.load
+    import kit.train.setup
     import kit.weights.frozen_base
     from kit.core.errors import CheckFailed
 
@@ -132,6 +133,17 @@ def main() -> None:
         with open(plan.with_name(f"rank-{os.environ['RANK']}.jsonl"), "a") as file:
             file.write(f"{json.dumps(note)}\n")
 
+    look = kit.train.setup.check_run_directory
+
+    def look_together(*words):
+        """Wait for all processes, as a launch of its own does: it starts its process group between this check and the
+        run's first file. Without that a late process would find the others' run."""
+        found = look(*words)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        return found
+
+    kit.train.setup.check_run_directory = look_together
     kit.policy.load.check_base_unchanged = check_and_note
     counts, layers = count_micro_batches(), count_layers()
     for run in json.loads(plan.read_text()):
