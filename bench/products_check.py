@@ -3,8 +3,9 @@
     python bench/products_check.py --percent 100 90 70 50 --out products.json
 
 For every percentage a process of its own multiplies random matrices of the sizes that the kit checks before it loads
-(kit/weights/products.py), in BF16 by cuBLAS and, where the card has it, in FP8 as `policy.compute fp8` does. The
-service runs for this command alone. Exit 1 if a product is off by more than the kit allows. Needs CUDA.
+(kit/weights/products.py) and two more, in BF16 and float32 by cuBLAS and, where the card has it, in FP8 as
+`policy.compute fp8` does. The service runs for this command alone. Exit 1 if a product is off by more than the kit
+allows. Needs CUDA.
 """
 
 import argparse
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from kit.core.cards import PART_OF_CARD, generation
 from kit.core.run_directory import write_json
 
+MORE = ((512, 4096, 4096), (10192, 4096, 12288))
 FP8_ERROR = 0.06  # of rows rounded to FP8: .038 where products are right
 
 
@@ -31,8 +33,12 @@ def errors() -> dict:
     from kit.weights.stored_weight import quantize_rows, scaled_product
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    sizes = SHAPES if device.type == "cuda" else [(rows // 64, 64, 64) for rows, *_ in SHAPES]
-    found = {"bfloat16": [product_error(*size, device, torch.bfloat16) for size in sizes], "fp8": []}
+    sizes = [*SHAPES, *MORE]
+    if device.type == "cpu":
+        sizes = [(rows // 64, 64, 64) for rows, *_ in sizes]
+    found: dict[str, list[float]] = {"fp8": []}
+    for dtype in (torch.bfloat16, torch.float32):
+        found[str(dtype).removeprefix("torch.")] = [product_error(*size, device, dtype) for size in sizes]
     count = None
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -76,7 +82,7 @@ def main() -> None:
 
     for row in rows:
         print(f"\n{row['percent']} %, {row['multiprocessors']} multiprocessors")
-        for kind, bound in (("bfloat16", LARGEST_ERROR), ("fp8", FP8_ERROR)):
+        for kind, bound in (("bfloat16", LARGEST_ERROR), ("float32", LARGEST_ERROR), ("fp8", FP8_ERROR)):
             for size, error in zip(row["sizes"], row["errors"][kind], strict=False):
                 wrong += not error <= bound
                 print(f"  {kind:9} {'x'.join(map(str, size)):>18} {error:8.1e}{'' if error <= bound else '  WRONG'}")

@@ -11,6 +11,7 @@ import pytest
 
 from eval import serving, vllm_log
 from eval.serving_client import Timing, closed_loop, make_prompts, summarize, vocabulary
+from kit.core.cards import PART_OF_CARD
 from kit.core.errors import BadInput, CheckFailed
 from kit.core.run_directory import write_json, write_manifest
 from kit.core.run_files import read_json
@@ -191,6 +192,12 @@ def test_what_cannot_be_measured_is_refused_before_a_server_starts(run, monkeypa
     monkeypatch.setattr(serving, "Replicas", lambda *_: pytest.fail("a server was started"))
     with pytest.raises(BadInput, match=message):
         serving.main([word.replace("RUN", str(run)) for word in arguments])
+
+
+def test_a_part_of_a_card_is_not_measured(run, monkeypatch):
+    monkeypatch.setenv(PART_OF_CARD, "70")
+    with pytest.raises(BadInput, match=f"{PART_OF_CARD} is 70"):
+        serving.main(["--run", str(run), *SMALL, "--dry_run"])
 
 
 def test_what_clients_must_send_is_printed(run, capsys):
