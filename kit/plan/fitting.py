@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from kit.core.cards import W8A8
 from kit.core.config import card_rules, expert_rules
 from kit.core.config.checks import check_config
+from kit.core.config.recompute_rules import reentrant_because
 from kit.core.config.schema import Config
+from kit.core.config.sharding_rules import announced
 from kit.core.errors import BadInput
 from kit.plan import cost, memory, quantized
 from kit.plan.decoder import Shape
@@ -120,7 +122,10 @@ def lay_out(shape: Shape, config: Config, card: Card, count: int) -> Layout:
         config = set_recompute(config, *least(shape, config, card, processes, beside))
     trainer = memory.trainer_phases(shape, config, card, processes)
     if is_sharded(processes):
-        trainer = {name: sharded(parts, shape, config, processes) for name, parts in trainer.items()}
+        generating = None if serving else "rollout"
+        trainer = {
+            name: sharded(parts, shape, config, processes, name == generating) for name, parts in trainer.items()
+        }
         trainer[LOADING] = loading(shape, config, card)
     server = memory.server_parts(shape, config, card) if serving else None
     layout = Layout(shape, config, card, count, processes, replicas, [], [], trainer, server, chose)
@@ -330,7 +335,8 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
         found.append((micro_batch_keys(config, sizes[-1]), "more, smaller passes over the same batch"))
         if len(sizes) > 1:
             found.append((micro_batch_keys(config, 1), "one completion at a time: the GPU is less utilized"))
-    if not layout.chose and train.recompute == "none":
+    is_reentrant = reentrant_because(config, announced()) is not None
+    if not layout.chose and train.recompute == "none" and not is_reentrant:
         keys = {"train.recompute": "selective", "train.recompute_fraction": 1.0}
         found.append((keys, "norms and SwiGLU are recomputed in the update"))
     if not layout.chose and (train.recompute != "full" or train.recompute_fraction < 1):
@@ -348,9 +354,9 @@ def candidates(layout: Layout) -> list[tuple[Keys, str]]:
     elif train.gradient_accumulation_steps > 1 and train.gradient_accumulation_steps % 2 == 0:
         fewer = {"train.gradient_accumulation_steps": train.gradient_accumulation_steps // 2}
         found.append((fewer, "half the completions per step, so half the KV cache of the rollout"))
-    if config.policy.embeddings == "gpu" and not layout.shape.tied and not layout.card.is_cpu:
+    if config.policy.embeddings == "gpu" and not layout.shape.tied and not layout.card.is_cpu and not announced():
         found.append(({"policy.embeddings": "host"}, "each forward waits for its input rows from the host"))
-    if train.recompute != "none" and not train.recompute_offload and not layout.card.is_cpu:
+    if train.recompute != "none" and not train.recompute_offload and not layout.card.is_cpu and not is_reentrant:
         found.append(({"train.recompute_offload": True}, "inputs of layers copied to the host and back"))
     if layout.shape.experts is not None and memory.expert_rank(config) > 1:
         found.append(({"policy.expert_rank": memory.expert_rank(config) // 2}, "a smaller adapter on each expert"))

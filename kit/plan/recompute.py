@@ -9,7 +9,9 @@ import dataclasses
 import os
 from typing import Literal
 
+from kit.core.config.recompute_rules import reentrant_because
 from kit.core.config.schema import Config
+from kit.core.config.sharding_rules import announced
 from kit.core.config.shared_gpu import replicas_beside_trainer
 from kit.core.errors import BadInput
 from kit.plan import cost, memory
@@ -41,8 +43,10 @@ def least(shape: Shape, config: Config, card: Card, processes: int, replicas: in
         server = memory.asleep_memory(parts) if config.server.sleep else memory.server_memory(parts, config)
         room -= replicas * server.high
     speed = card if cost.can_estimate(card) else CARDS[cost.MEASURED_CARD]
-    found = []
+    found, is_reentrant = [], reentrant_because(config, announced()) is not None
     for mode, fraction in CHOICES:
+        if mode == "selective" and is_reentrant:
+            continue
         made = set_recompute(config, mode, fraction)
         parts = memory.update_parts(shape, made, card, processes)
         if is_sharded(processes):

@@ -1,21 +1,25 @@
-"""The plan of a base that FSDP2 splits over the trainer's processes, against what GPUs allocated."""
+"""The plan of a base that FSDP2 or ZeRO-3 splits over the trainer's processes, against what GPUs allocated."""
 
 import json
 
 import pytest
 
+from kit.core.config import recompute_rules, sharding_rules
 from kit.core.config.load import load_config
 from kit.core.config.sharding_rules import FSDP2, announced
 from kit.core.errors import BadInput
 from kit.plan import memory
+from kit.plan.fitting import candidates
 from kit.plan.gpus import parse_gpus
 from kit.plan.layout import choose_shape, make_layout
+from kit.plan.sizes import with_keys
 from launch import up
 from launch.starting.trainer_command import environment_of, read_launcher
 from tests.conftest import ROOT
 from tests.unit.test_plan import command
 
 SFT = ROOT / "recipes/configs/sft-tiny-nf4-cpu.yaml"
+GRPO = ROOT / "recipes/configs/grpo-tiny-nf4-cpu.yaml"
 LARGE = ROOT / "recipes/configs/grpo-qwen3_32b-nf4-fp8-gsm8k-2gpu.yaml"
 WORDS = ["--model.dtype=bfloat16", "--train.recompute=full", "--rollout.max_completion_length=1216"]
 WORDS += ["--rollout.max_prompt_length=64", "--train.gradient_accumulation_steps=1"]
@@ -27,6 +31,7 @@ SHAPES["70b"] = (8192, 28672, 64, 80)
 MEASURED = [
     ("8b", "fsdp2", 4, None, 4.82),
     ("32b", "fsdp2", 2, None, 15.74),
+    ("32b", "zero3", 2, None, 17.13),
     ("70b", "fsdp2", 4, None, 20.48),
     ("half of 8b", "fsdp2", 2, None, 4.72),
     ("half of 8b", "fsdp2", 2, 4, 4.66),
@@ -77,6 +82,38 @@ def test_auto_recomputes_less_where_the_base_is_split(tmp_path):
     assert whole.chose and split.chose and whole.fits and split.fits and modes[0] != modes[1], modes
     parts = [one.trainer["update"].get("checkpoints", 0.0) for one in (whole, split)]
     assert parts[1] < parts[0]
+
+
+def test_auto_chooses_nothing_that_zero3_refuses(tmp_path):
+    more = ["--train.recompute=auto"]
+    found = {kind: layout_of(tmp_path, "8b", kind, 2, card="rtx4090", more=more) for kind in ("fsdp2", "zero3")}
+    assert all(one.fits for one in found.values())
+    assert found["fsdp2"].config.train.recompute == "selective" and found["zero3"].config.train.recompute == "full"
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("recompute", ["none", "full", "auto"])
+def test_no_proposal_is_refused_where_the_base_is_split(tmp_path, kind, recompute):
+    found = layout_of(tmp_path, "32b", kind, 2, card="rtx4080", more=[f"--train.recompute={recompute}"])
+    with environment_of(read_launcher(kind).announces):
+        changes = [keys for keys, _ in candidates(found)]
+        assert {"policy.lora_rank": 8} in changes
+        for keys in changes:
+            made = with_keys(found.config, keys)
+            assert [*recompute_rules.faults(made, announced()), *sharding_rules.faults(made)] == [], keys
+
+
+def test_zero3_gathers_everything_to_generate_in_process(tmp_path):
+    shape = write_shape(tmp_path, "32b")
+    words = ["--model.dtype=bfloat16", "--rollout.max_prompt_length=64", "--rollout.max_completion_length=960"]
+    for backend, gathers in (("in_process", True), ("server", False)):
+        config = load_config(GRPO, [*words, f"--rollout.backend={backend}"])
+        parts = {}
+        for kind in ("ddp", "zero3"):
+            with environment_of(read_launcher(kind).announces):
+                found = make_layout(config, choose_shape(config, model=str(shape)), *parse_gpus("h200:8"))
+            parts[kind] = found.trainer["rollout"]["NF4 weights"]
+        assert (parts["zero3"] > parts["ddp"]) == gathers, parts
 
 
 def test_the_command_plans_for_a_launcher(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Settings that conflict with `train.recompute`, and the layers that it recomputes. Imports no torch."""
 
 from kit.core.config.schema import Config
+from kit.core.config.sharding_rules import ZERO3
 
 # Model types whose layers end with a residual plus the MLP's output: nothing between needs down_proj's output again.
 ENDS_WITH_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3")
@@ -27,8 +28,7 @@ def faults(config: Config, splits: str | None) -> list[str]:
     for key, ours in (("every_n_layers", "recompute_fraction"), ("offload", "recompute_offload")):
         if key in given:
             found.append(f"train.trl.gradient_checkpointing_kwargs.{key}: set train.{ours} instead.")
-    if given.get("use_reentrant") or splits == "ZeRO-3":
-        why = "ZeRO-3" if splits == "ZeRO-3" else "use_reentrant"
+    if why := reentrant_because(config, splits):
         if train.recompute == "selective":
             found.append(
                 f"train.recompute is selective, and {why} uses a checkpoint that cannot be selective. Use full."
@@ -38,6 +38,14 @@ def faults(config: Config, splits: str | None) -> list[str]:
     if train.recompute_offload and train.recompute == "none":
         found.append("train.recompute_offload moves what train.recompute keeps, which is none. Set it to full.")
     return found
+
+
+def reentrant_because(config: Config, splits: str | None) -> str | None:
+    """What makes torch's checkpoints reentrant, which keep nothing selectively; None if they are not."""
+    given = config.train.trl.get("gradient_checkpointing_kwargs") or {}
+    if splits == ZERO3:
+        return ZERO3
+    return "use_reentrant" if given.get("use_reentrant") else None
 
 
 def recomputed_layers(layers: int, fraction: float) -> list[int]:
