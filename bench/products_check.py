@@ -4,12 +4,13 @@
 
 For every percentage a process of its own multiplies random matrices of the sizes that the kit checks before it loads
 (kit/weights/products.py) and two more, in BF16 and float32 by cuBLAS and, where the card has it, in FP8 as
-`policy.compute fp8` does. The service runs for this command alone. Exit 1 if a product is off by more than the kit
-allows. Needs CUDA.
+`policy.compute fp8` does. The service runs for this command alone. In the file an error is null where the product has
+NaN. Exit 1 if a product is off by more than the kit allows. Needs CUDA.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -48,8 +49,13 @@ def errors() -> dict:
             (left, by_row), (right, by_column) = quantize_rows(x), quantize_rows(weight)
             product = scaled_product(left, right, by_row, by_column.view(1, -1), torch.bfloat16)[:4].double().cpu()
             exact = x[:4].double().cpu() @ weight.double().cpu().T
-            found["fp8"].append(((product - exact).norm() / exact.norm()).item())
+            error = ((product - exact).norm() / exact.norm()).item()
+            found["fp8"].append(math.inf if math.isnan(error) else error)
     return {"sizes": sizes, "multiprocessors": count, "errors": found}
+
+
+def _finite(error: float) -> float | None:
+    return error if math.isfinite(error) else None
 
 
 def main() -> None:
@@ -60,13 +66,19 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
+        import torch
+
+        if not (torch.cuda.is_available() or options.rehearse):
+            raise SystemExit("no GPU here: --rehearse runs this command on a CPU")
         print("FOUND " + json.dumps(errors()))
         return
     rows, wrong = [], 0
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        # The service would number the cards anew from 0, and its clients read the variable by that.
+        service = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
         if not options.rehearse:
-            subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=True)
+            subprocess.run(["nvidia-cuda-mps-control", "-d"], env=service, check=True)
         try:
             for percent in options.percent:
                 words = [sys.executable, __file__, *sys.argv[1:], "--child"]
@@ -77,7 +89,8 @@ def main() -> None:
         finally:
             if not options.rehearse:
                 subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, check=False)
-    write_json(options.out, {"command": sys.argv, "rows": rows})
+    finite = [row | {"errors": {kind: [*map(_finite, row["errors"][kind])] for kind in row["errors"]}} for row in rows]
+    write_json(options.out, {"command": sys.argv, "rows": finite})
     from kit.weights.products import LARGEST_ERROR
 
     for row in rows:

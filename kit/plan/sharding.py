@@ -14,8 +14,8 @@ from kit.plan.gpus import Card
 
 SPLIT = ("16-bit layers", "adapter", "optimizer", memory.REFERENCE)
 GATHERED = 2  # decoder layers
-# Bytes per trained weight in ZeRO-3, whatever policy.adapter_dtype says: the weight in bfloat16, its float32 master with
-# AdamW's two moments, the gradient in bfloat16.
+# Bytes per trained weight in ZeRO-3, whatever policy.adapter_dtype says: the weight in bfloat16, its float32 master
+# with AdamW's two moments, the gradient in bfloat16.
 ZERO3_BYTES = {"adapter": 2, "optimizer": 12, "gradients": 2}
 LOADING = "loading"  # the phase before the base is split
 
