@@ -24,6 +24,7 @@ from kit.core.config.base_rules import CALLED
 from kit.core.config.cache_rules import FASTEST, Attention, model_dtype_because
 from kit.core.config.recompute_rules import recomputed_layers
 from kit.core.config.schema import Config
+from kit.core.config.sharding_rules import announced
 from kit.core.config.speculation_rules import BY_MODEL
 from kit.core.draft_checkpoint import DraftCheckpoint, draft_directory, read_draft
 from kit.core.errors import BadInput
@@ -550,7 +551,7 @@ def generation_parts(shape: Shape, config: Config, card: Card) -> dict[str, floa
 def kept_gib(shape: Shape, config: Config, card: Card, taken_gib: float) -> float:
     """GiB of weights made once per in-process rollout (`rollout.keep_weights`), with `taken_gib` allocated besides.
 
-    0 if each weight is made for its matmul, or is stored as it is multiplied.
+    0 if each weight is made for its matmul, is stored as it is multiplied, or is a part of one.
     """
     policy, mode = config.policy, config.rollout.keep_weights
     made_once = policy.quantization == "nf4" or policy.quant_cfg is not None
@@ -560,6 +561,7 @@ def kept_gib(shape: Shape, config: Config, card: Card, taken_gib: float) -> floa
         or mode == "never"
         or config.train.keep_weights  # counted there
         or not made_once
+        or announced() is not None
         or quantized.multiplies_fp8(config, card)
     ):
         return 0.0

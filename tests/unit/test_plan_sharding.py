@@ -103,17 +103,23 @@ def test_no_proposal_is_refused_where_the_base_is_split(tmp_path, kind, recomput
             assert [*recompute_rules.faults(made, announced()), *sharding_rules.faults(made)] == [], keys
 
 
-def test_zero3_gathers_everything_to_generate_in_process(tmp_path):
-    shape = write_shape(tmp_path, "32b")
+def rollout_parts(folder, kind, backend):
     words = ["--model.dtype=bfloat16", "--rollout.max_prompt_length=64", "--rollout.max_completion_length=960"]
+    config = load_config(GRPO, [*words, f"--rollout.backend={backend}"])
+    with environment_of(read_launcher(kind).announces):
+        found = make_layout(config, choose_shape(config, model=str(write_shape(folder, "32b"))), *parse_gpus("h200:8"))
+    return found.trainer["rollout"]
+
+
+def test_zero3_gathers_everything_to_generate_in_process(tmp_path):
     for backend, gathers in (("in_process", True), ("server", False)):
-        config = load_config(GRPO, [*words, f"--rollout.backend={backend}"])
-        parts = {}
-        for kind in ("ddp", "zero3"):
-            with environment_of(read_launcher(kind).announces):
-                found = make_layout(config, choose_shape(config, model=str(shape)), *parse_gpus("h200:8"))
-            parts[kind] = found.trainer["rollout"]["NF4 weights"]
-        assert (parts["zero3"] > parts["ddp"]) == gathers, parts
+        whole, split = (rollout_parts(tmp_path, kind, backend)["NF4 weights"] for kind in ("ddp", "zero3"))
+        assert (split > whole) == gathers, backend
+
+
+def test_a_split_base_keeps_no_weights_for_a_rollout(tmp_path):
+    kept = {kind: memory.KEPT in rollout_parts(tmp_path, kind, "in_process") for kind in ("ddp", "fsdp2", "zero3")}
+    assert kept == {"ddp": True, "fsdp2": False, "zero3": False}
 
 
 def test_the_command_plans_for_a_launcher(tmp_path, monkeypatch, capsys):
