@@ -105,6 +105,7 @@ def test_no_proposal_is_refused_where_the_base_is_split(tmp_path, kind, recomput
 
 def rollout_parts(folder, kind, backend):
     words = ["--model.dtype=bfloat16", "--rollout.max_prompt_length=64", "--rollout.max_completion_length=960"]
+    words += ["--train.per_device_train_batch_size=8", "--train.gradient_accumulation_steps=1"]
     config = load_config(GRPO, [*words, f"--rollout.backend={backend}"])
     with environment_of(read_launcher(kind).announces):
         found = make_layout(config, choose_shape(config, model=str(write_shape(folder, "32b"))), *parse_gpus("h200:8"))
