@@ -10,7 +10,6 @@ NaN. Exit 1 if a product is off by more than the kit allows. Needs CUDA.
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -26,13 +25,15 @@ MORE = ((512, 4096, 4096), (10192, 4096, 12288))
 FP8_ERROR = 0.06  # of rows rounded to FP8: .038 where products are right
 
 
-def errors() -> dict:
+def errors(rehearse: bool) -> dict:
     """Multiprocessors of this process, and the error of each product by its size."""
     import torch
 
     from kit.weights.products import SHAPES, product_error
     from kit.weights.stored_weight import quantize_rows, scaled_product
 
+    if not (torch.cuda.is_available() or rehearse):
+        raise SystemExit("no GPU here: --rehearse runs this command on a CPU")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     sizes = [*SHAPES, *MORE]
     if device.type == "cpu":
@@ -49,13 +50,8 @@ def errors() -> dict:
             (left, by_row), (right, by_column) = quantize_rows(x), quantize_rows(weight)
             product = scaled_product(left, right, by_row, by_column.view(1, -1), torch.bfloat16)[:4].double().cpu()
             exact = x[:4].double().cpu() @ weight.double().cpu().T
-            error = ((product - exact).norm() / exact.norm()).item()
-            found["fp8"].append(math.inf if math.isnan(error) else error)
+            found["fp8"].append(((product - exact).norm() / exact.norm()).item())
     return {"sizes": sizes, "multiprocessors": count, "errors": found}
-
-
-def _finite(error: float) -> float | None:
-    return error if math.isfinite(error) else None
 
 
 def main() -> None:
@@ -66,11 +62,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        import torch
-
-        if not (torch.cuda.is_available() or options.rehearse):
-            raise SystemExit("no GPU here: --rehearse runs this command on a CPU")
-        print("FOUND " + json.dumps(errors()))
+        print("FOUND " + json.dumps(errors(options.rehearse)))
         return
     rows, wrong = [], 0
     with tempfile.TemporaryDirectory() as folder:
@@ -85,20 +77,21 @@ def main() -> None:
                 mine = environment | {PART_OF_CARD: str(percent)}
                 done = subprocess.run(words, env=mine, stdout=subprocess.PIPE, text=True, check=True)
                 [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-                rows.append({"percent": percent} | json.loads(line.removeprefix("FOUND ")))
+                found = json.loads(line.removeprefix("FOUND "), parse_constant=lambda name: None)  # NaN, Infinity
+                rows.append({"percent": percent} | found)
         finally:
             if not options.rehearse:
                 subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, check=False)
-    finite = [row | {"errors": {kind: [*map(_finite, row["errors"][kind])] for kind in row["errors"]}} for row in rows]
-    write_json(options.out, {"command": sys.argv, "rows": finite})
+    write_json(options.out, {"command": sys.argv, "rows": rows})
     from kit.weights.products import LARGEST_ERROR
 
     for row in rows:
         print(f"\n{row['percent']} %, {row['multiprocessors']} multiprocessors")
         for kind, bound in (("bfloat16", LARGEST_ERROR), ("float32", LARGEST_ERROR), ("fp8", FP8_ERROR)):
             for size, error in zip(row["sizes"], row["errors"][kind], strict=False):
-                wrong += not error <= bound
-                print(f"  {kind:9} {'x'.join(map(str, size)):>18} {error:8.1e}{'' if error <= bound else '  WRONG'}")
+                wrong += (is_wrong := error is None or error > bound)
+                told = "NaN" if error is None else f"{error:.1e}"
+                print(f"  {kind:9} {'x'.join(map(str, size)):>18} {told:>8}{'  WRONG' if is_wrong else ''}")
     raise SystemExit(bool(wrong))
 
 

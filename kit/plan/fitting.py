@@ -122,9 +122,9 @@ def lay_out(shape: Shape, config: Config, card: Card, count: int) -> Layout:
         config = set_recompute(config, *least(shape, config, card, processes, beside))
     trainer = memory.trainer_phases(shape, config, card, processes)
     if is_sharded(processes):
-        generating = None if serving else "rollout"
         trainer = {
-            name: sharded(parts, shape, config, processes, name == generating) for name, parts in trainer.items()
+            name: sharded(parts, shape, config, processes, generates=name == "rollout" and not serving)
+            for name, parts in trainer.items()
         }
         trainer[LOADING] = loading(shape, config, card)
     server = memory.server_parts(shape, config, card) if serving else None
